@@ -1,0 +1,54 @@
+# The only entry points of developers and CI. Each target installs what it needs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SHELL  := /bin/bash
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# pip writes the stamp's target last, so an interrupted install is done again.
+$(VENV)/.installed: pyproject.toml hatch_build.py $(shell find protos -name '*.proto')
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "extproc needs Python 3.11 or later; set PYTHON=…")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+.PHONY: install
+install: $(VENV)/.installed ## The package and its tools, editable, in .venv
+
+.PHONY: demo
+demo: install ## Envoy + service + simulated engines on this machine (ONCE=1: end by itself)
+	$(BIN)/extproc demo $(if $(ONCE),--once)
+
+.PHONY: test
+test: lint types ## Everything that needs no GPU and no vLLM: lint, types, unit, gRPC and real-Envoy tests
+	$(BIN)/python -m pytest tests/unit tests/grpc tests/envoy --cov --cov-report=term:skip-covered -n 2 --dist=loadfile
+
+.PHONY: unit
+unit: install ## Unit and in-process gRPC tests only
+	$(BIN)/python -m pytest tests/unit tests/grpc -q
+
+.PHONY: envoy
+envoy: install ## Tests through the real Envoy only
+	$(BIN)/python -m pytest tests/envoy -q
+
+.PHONY: lint
+lint: install ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: install ## mypy --strict
+	$(BIN)/mypy
+
+.PHONY: format
+format: install ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: clean
+clean: ## Remove what the targets made
+	rm -rf $(VENV) extproc/pb .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -1,0 +1,71 @@
+"""The command line. Each command lives in the module of what it does, which imports its heavy parts only when run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from extproc import __version__
+from extproc.errors import ConfigError
+
+app = typer.Typer(
+    name="extproc",
+    help="Prefill/decode disaggregated vLLM behind any Envoy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"extproc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(config: ConfigOption) -> None:
+    """Run the service that Envoy calls."""
+    from extproc.config import load
+    from extproc.server import run
+
+    run(load(config))
+
+
+@app.command()
+def envoy(config: ConfigOption) -> None:
+    """Print an Envoy bootstrap that fits this configuration."""
+    from extproc.bootstrap import render
+    from extproc.config import load
+
+    typer.echo(render(load(config)), nl=False)
+
+
+def _register() -> None:
+    from extproc.demo.command import demo
+    from extproc.sim.command import sim
+
+    app.command()(sim)
+    app.command()(demo)
+
+
+def main() -> None:
+    """Entry point of the ``extproc`` script: configuration errors end with status 2 and no traceback."""
+    _register()
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

@@ -1,0 +1,320 @@
+"""The service's configuration: one YAML file, each key overridable from the environment.
+
+``EXTPROC_SECTION__KEY=value`` wins over the file; a value that is not a plain string is written as JSON
+(``EXTPROC_FLEET__DECODE='[{"url": "http://10.0.0.8:8000"}]'``). Unknown keys and bad values are errors that name the key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from extproc.errors import ConfigError
+
+ENV_PREFIX = "EXTPROC_"
+ENV_NESTING = "__"
+
+ConnectorName = Literal["nixl", "mooncake-ascend", "timer"]
+Positive = Annotated[float, Field(gt=0)]
+
+
+def split_listen(value: str) -> tuple[str, int]:
+    """``host:port`` or ``[ipv6]:port`` -> (host without brackets, port). Port 0 asks the kernel for a free one.
+
+    Raises ValueError when it is neither.
+    """
+    host, separator, port = value.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("expected host:port, like 0.0.0.0:9002 or [::]:9002")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if ":" in host and not bracketed:
+        raise ValueError("an IPv6 address needs brackets, like [::]:9002")
+    host = host[1:-1] if bracketed else host
+    if bracketed:
+        ipaddress.IPv6Address(host)
+    return host, int(port)
+
+
+def _listen(value: str) -> str:
+    split_listen(value)
+    return value
+
+
+def _engine_url(value: str) -> str:
+    parts = urlsplit(value)
+    expected = "expected a URL like http://host:port"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(expected)
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{expected}, with no path, query or user")
+    try:
+        parts.port  # noqa: B018 (the property raises on a bad port)
+    except ValueError as error:
+        raise ValueError(f"{expected}: {error}") from None
+    return value.rstrip("/")
+
+
+Listen = Annotated[str, AfterValidator(_listen)]
+EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are refused, so that a typing mistake cannot pass for a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Grpc(Section):
+    listen: Listen = "0.0.0.0:9002"
+    """Where Envoy reaches the ext_proc and access-log services."""
+
+
+class Admin(Section):
+    listen: Listen | None = "127.0.0.1:9003"
+    """Health, metrics and fleet state over HTTP; null turns it off."""
+
+
+class Engine(Section):
+    url: EngineUrl
+    """The engine's HTTP address. A name is resolved by the service: Envoy is told addresses."""
+    name: str | None = None
+    """How logs and metrics call it; the URL's host:port by default."""
+    connector: ConnectorName | None = None
+    """Overrides ``fleet.connector``."""
+    lease_s: Positive | None = None
+    """Overrides ``fleet.lease_s``."""
+    api_key: SecretStr | None = None
+    """Sent as a bearer token where the client sent no Authorization, and on requests that the service makes itself."""
+
+
+class Fleet(Section):
+    connector: ConnectorName = "nixl"
+    """How engine pairs move KV blocks, unless an engine says otherwise."""
+    lease_s: Positive = 30.0
+    """How long a prefiller keeps a handoff (vLLM's kv_lease_duration). Older handoffs are never sent to a decoder."""
+    api_key: SecretStr | None = None
+    """The engines' key (vLLM's --api-key), unless an engine has its own."""
+    resolve_s: Positive = 5.0
+    """How often engine names are looked up again."""
+    prefill: list[Engine] = []
+    decode: Annotated[list[Engine], Field(min_length=1)]
+
+
+class Fallback(Section):
+    """Bounds of ``prefill.on_failure: decode``: decoders that suddenly prefill everything would fall over."""
+
+    max_body_bytes: Annotated[int, Field(ge=0)] = 64 * 1024
+    """Larger requests get the error instead."""
+    max_concurrent: Annotated[int, Field(ge=0)] = 8
+    """How many may run as a fallback at once."""
+
+
+class Prefill(Section):
+    timeout_s: Positive = 60.0
+    """For one attempt, from sending to the full answer."""
+    connect_timeout_s: Positive = 2.0
+    attempts: Annotated[int, Field(ge=1, le=10)] = 2
+    """How many prefillers are tried before ``on_failure``."""
+    on_failure: Literal["error", "decode"] = "error"
+    """``error``: 503 (504 after a timeout). ``decode``: the decoder prefills, within ``fallback``."""
+    fallback: Fallback = Fallback()
+    cancel: Literal["auto", "disconnect", "finish"] = "auto"
+    """What a client's hang-up does to a running prefill; ``auto`` takes what the connector says is safe."""
+    max_connections: Annotated[int, Field(ge=1)] = 4096
+    keepalive_s: Positive = 2.0
+    """Idle connections are dropped after this; well under the 5 s after which uvicorn closes them."""
+
+    @property
+    def budget_s(self) -> float:
+        """The longest that all attempts together may take."""
+        return self.timeout_s * self.attempts
+
+
+PolicyName = Literal["round_robin", "least_inflight"]
+
+
+class Routing(Section):
+    paths: list[str] = ["/v1/chat/completions", "/v1/completions"]
+    """Exact paths that are disaggregated; all others go to a decoder untouched."""
+    prefill_policy: PolicyName = "least_inflight"
+    decode_policy: PolicyName = "least_inflight"
+    min_prompt_bytes: Annotated[int, Field(ge=0)] = 0
+    """Requests with a smaller body skip the prefiller."""
+    decode_choices: Annotated[int, Field(ge=1, le=16)] = 3
+    """How many decoders Envoy is given, in order of preference, for a refused connection."""
+
+
+class Limits(Section):
+    body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 32 * 1024 * 1024
+    """The largest request body. Envoy's buffer limits must be the same."""
+    in_flight: Annotated[int, Field(ge=1)] = 10_000
+    """Exchanges at once; more get 503 with Retry-After."""
+    json_depth: Annotated[int, Field(ge=1, le=500)] = 128
+    """Deeper nesting in a body is refused with 400."""
+
+
+class Release(Section):
+    """Limits of the release service (what frees a prefiller's pinned KV blocks)."""
+
+    queue: Annotated[int, Field(ge=1)] = 10_000
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    timeout_s: Positive = 2.0
+    """For one try on one endpoint."""
+    deadline_s: Positive = 20.0
+    """From the request for a release to giving up."""
+    ticket_key: SecretStr | None = None
+    """Signs tickets. All replicas need the same one; by default it is derived from the fleet's configuration."""
+    ascend_message: Literal["auto", "abort", "done"] = "auto"
+    """mooncake-ascend: ``abort_request_msg`` (vllm-ascend PR 14716) or ``done_recving_msg`` (stock)."""
+    max_finishing: Annotated[int, Field(ge=0)] = 256
+    """How many abandoned prefills may run to their end at once (``prefill.cancel: finish``)."""
+
+
+class Life(Section):
+    drain_s: Positive = 30.0
+    """SIGTERM to exit: running prefills and queued releases get this long."""
+
+
+class Log(Section):
+    format: Literal["console", "json"] = "console"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Envoy(Section):
+    """What `extproc envoy` needs to know to print a bootstrap. The service itself does not read it."""
+
+    listen: Listen = "0.0.0.0:8080"
+    admin: Listen | None = "127.0.0.1:9901"
+    extproc: str = "127.0.0.1:9002"
+    """Where Envoy reaches the service: host:port; a name is resolved by Envoy (STRICT_DNS)."""
+    fail_open: bool = True
+    """The service is down: true runs requests on the decoders alone, false answers 500."""
+    message_timeout_s: Positive = 5.0
+    """Envoy's patience for one reply; the service asks for more while it prefills."""
+    route_timeout_s: Annotated[float, Field(ge=0)] = 0.0
+    """Envoy's limit for a whole request; 0 turns it off, as long generations need."""
+
+
+class Config(BaseSettings):
+    """The whole file. Build one with :func:`load`, or from keyword arguments in tests."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_NESTING,
+        nested_model_default_partial_update=True,
+    )
+
+    grpc: Grpc = Grpc()
+    admin: Admin = Admin()
+    fleet: Fleet
+    prefill: Prefill = Prefill()
+    routing: Routing = Routing()
+    limits: Limits = Limits()
+    release: Release = Release()
+    life: Life = Life()
+    log: Log = Log()
+    envoy: Envoy = Envoy()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Config:
+        seen: dict[str, str] = {}
+        for role, engines in (("prefill", self.fleet.prefill), ("decode", self.fleet.decode)):
+            for engine in engines:
+                name = f"{role} {engine.name or engine.url}"
+                if name in seen:
+                    raise ValueError(f"fleet.{role}: {engine.name or engine.url} is listed twice")
+                seen[name] = engine.url
+        return self
+
+
+def load(path: Path | str) -> Config:
+    """Read and validate a configuration file. Raises ConfigError, whose text names each key at fault."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections like `fleet:` at the top level, found a {type(values).__name__}")
+    return build(values, source=str(path))
+
+
+def build(values: dict[str, Any], *, source: str = "configuration") -> Config:
+    """Validate already parsed values (environment still wins). Raises ConfigError."""
+    problems = list(_unknown_environment(os.environ))
+    try:
+        config = Config(**values)
+    except ValidationError as error:
+        problems += [_explain(detail) for detail in error.errors(include_url=False, include_input=False)]
+    except (TypeError, ValueError) as error:  # a bad JSON value in the environment, or a key that is no string
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
+    return config
+
+
+def _unknown_environment(environment: os._Environ[str]) -> Iterator[str]:
+    # Kubernetes injects EXTPROC_SERVICE_HOST and the like for a Service of that name: only nested names are ours.
+    for name in environment:
+        section, nested, _ = name.removeprefix(ENV_PREFIX).partition(ENV_NESTING)
+        if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
+            yield f"environment variable {name}: there is no section {section.lower()!r}"
+
+
+def _explain(detail: Any) -> str:
+    key = _dotted(detail["loc"]) or "file"
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key{_suggestion(detail['loc'])}"
+    if kind == "missing":
+        return f"{key}: required"
+    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"
+
+
+def _dotted(location: Sequence[int | str]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _suggestion(location: Sequence[int | str]) -> str:
+    import difflib
+
+    fields: Any = Config.model_fields
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        annotation = fields[part].annotation
+        model = next((a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")), None)
+        if model is None:
+            return ""
+        fields = model.model_fields
+    close = difflib.get_close_matches(str(location[-1]), list(fields), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"

@@ -1,0 +1,56 @@
+"""Generate the protobuf and gRPC stubs from protos/ into extproc/pb/ whenever the package is built or installed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).parent
+PACKAGE = "extproc/pb"
+
+
+def generate(root: Path = ROOT) -> list[Path]:
+    """Compile every .proto below ``root/protos`` and return the files compiled.
+
+    The import path maps ``extproc/pb`` onto ``protos``: the descriptors are then named after our package, so they can
+    share a process with somebody else's copy of Envoy's files, and the generated imports need no rewriting.
+    """
+    from grpc_tools import protoc
+
+    sources = sorted((root / "protos").rglob("*.proto"))
+    target = root / PACKAGE
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    well_known = Path(protoc.__file__).parent / "_proto"
+    arguments = [
+        "protoc",
+        f"-I{PACKAGE}={root / 'protos'}",
+        f"-I{well_known}",
+        f"--python_out={root}",
+        f"--pyi_out={root}",
+        f"--grpc_python_out={root}",
+        *(f"{PACKAGE}/{source.relative_to(root / 'protos').as_posix()}" for source in sources),
+    ]
+    if protoc.main(arguments) != 0:
+        raise RuntimeError("protoc could not compile protos/; its messages are above")
+    for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
+        (folder / "__init__.py").touch()
+    return sources
+
+
+class StubsHook(BuildHookInterface[Any]):
+    """Hatchling calls this before it collects files, for wheels and editable installs alike."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name == "wheel":
+            generate(Path(self.root))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{len(generate())} files compiled\n")
