@@ -16,8 +16,9 @@ PACKAGE = "extproc/pb"
 def generate(root: Path = ROOT) -> list[Path]:
     """Compile every .proto below ``root/protos`` and return the files compiled.
 
-    The import path maps ``extproc/pb`` onto ``protos``: the descriptors are then named after our package, so they can
-    share a process with somebody else's copy of Envoy's files, and the generated imports need no rewriting.
+    The import path maps ``extproc/pb`` onto ``protos``, so the generated modules import each other from inside our
+    package and need no rewriting. The messages keep Envoy's full names, as the wire demands: a process that loads
+    another copy of them into protobuf's default pool cannot load ours.
     """
     from grpc_tools import protoc
 
