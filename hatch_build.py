@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,25 @@ def generate(root: Path = ROOT) -> list[Path]:
     from grpc_tools import protoc
 
     sources = sorted((root / "protos").rglob("*.proto"))
-    target = root / PACKAGE
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
     well_known = Path(protoc.__file__).parent / "_proto"
-    arguments = [
-        "protoc",
-        f"-I{PACKAGE}={root / 'protos'}",
-        f"-I{well_known}",
-        f"--python_out={root}",
-        f"--pyi_out={root}",
-        f"--grpc_python_out={root}",
-        *(f"{PACKAGE}/{source.relative_to(root / 'protos').as_posix()}" for source in sources),
-    ]
-    if protoc.main(arguments) != 0:
-        raise RuntimeError("protoc could not compile protos/; its messages are above")
-    for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
-        (folder / "__init__.py").touch()
+    # Made elsewhere and then put in place, so a mistake in a .proto leaves the working stubs alone.
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = [
+            "protoc",
+            f"-I{PACKAGE}={root / 'protos'}",
+            f"-I{well_known}",
+            f"--python_out={scratch}",
+            f"--pyi_out={scratch}",
+            f"--grpc_python_out={scratch}",
+            *(f"{PACKAGE}/{source.relative_to(root / 'protos').as_posix()}" for source in sources),
+        ]
+        if protoc.main(arguments) != 0:
+            raise RuntimeError("protoc could not compile protos/; its messages are above")
+        made = Path(scratch) / PACKAGE
+        for folder in (made, *(path for path in made.rglob("*") if path.is_dir())):
+            (folder / "__init__.py").touch()
+        shutil.rmtree(root / PACKAGE, ignore_errors=True)
+        shutil.copytree(made, root / PACKAGE)
     return sources
 
 
