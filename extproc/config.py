@@ -1,7 +1,8 @@
 """The service's configuration: one YAML file, each key overridable from the environment.
 
 ``EXTPROC_SECTION__KEY=value`` wins over the file; a value that is not a plain string is written as JSON
-(``EXTPROC_FLEET__DECODE='[{"url": "http://10.0.0.8:8000"}]'``). Unknown keys and bad values are errors that name the key.
+(``EXTPROC_FLEET__DECODE='[{"url": "http://10.0.0.8:8000"}]'``). Unknown keys and bad values are errors that name
+the key.
 """
 
 from __future__ import annotations
@@ -181,6 +182,8 @@ class Release(Section):
 class Life(Section):
     drain_s: Positive = 30.0
     """SIGTERM to exit: running prefills and queued releases get this long."""
+    notice_s: Annotated[float, Field(ge=0)] = 2.0
+    """How long new streams are still served after health turned NOT_SERVING, so that Envoy's health check notices."""
 
 
 class Log(Section):
@@ -312,7 +315,9 @@ def _suggestion(location: Sequence[int | str]) -> str:
         if isinstance(part, int):
             continue
         annotation = fields[part].annotation
-        model = next((a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")), None)
+        model = next(
+            (a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")), None
+        )
         if model is None:
             return ""
         fields = model.model_fields

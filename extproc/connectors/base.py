@@ -1,0 +1,112 @@
+"""What a connector has to say about the two legs of a request."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import msgspec
+
+from extproc.jsonobject import BadJson, JsonObject, NotAnObject
+
+if TYPE_CHECKING:
+    from extproc.fleet.engines import Engine
+
+
+class UnusableHandoff(Exception):
+    """A prefill answered 200 without params that a decoder could use. The text is a short reason for metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What a prefill returned: the engine's ``kv_transfer_params``, byte for byte, and who made it.
+
+    Single use: a decoder that gets it twice, or after the lease, answers 200 with wrong text.
+    """
+
+    connector: Connector
+    prefiller: Engine
+    params: bytes
+    remote_request_id: str
+    """The id under which the prefiller pins the blocks (vLLM >= 0.13: ``kv_transfer_params.remote_request_id``)."""
+    values: Mapping[str, Any] = field(repr=False)
+    made_at: float
+    """``time.monotonic()`` of the prefill's answer, from which the lease counts."""
+
+    def expired(self, now: float) -> bool:
+        """Whether the prefiller may have recycled the blocks by ``now`` (``time.monotonic()``)."""
+        return now - self.made_at >= self.prefiller.lease_s
+
+
+class Connector(ABC):
+    """One way to move KV blocks between engines."""
+
+    name: ClassVar[str]
+    cancel: ClassVar[Literal["disconnect", "finish"]]
+    """What is safe when a client leaves during the prefill: closing the HTTP call, or letting it finish first."""
+
+    @abstractmethod
+    def prefill_edits(self) -> Mapping[str, bytes | None]:
+        """Members of the prefill body: JSON text to set, None to drop."""
+
+    @abstractmethod
+    def required(self) -> tuple[str, ...]:
+        """Keys without which a decoder hangs or dies; a handoff that lacks one is unusable."""
+
+    def handoff(self, prefiller: Engine, answer: bytes, now: float) -> Handoff:
+        """Read a prefill's 200 answer (a JSON body). Raises UnusableHandoff.
+
+        Only the required keys are looked at; the params go on verbatim, unknown keys included, but for an address
+        that no decoder can reach.
+        """
+        try:
+            raw = JsonObject(answer).raw("kv_transfer_params")
+        except (BadJson, NotAnObject):
+            raise UnusableHandoff("not_json") from None
+        if raw is None or raw == b"null":
+            raise UnusableHandoff("no_params")
+        try:
+            params = JsonObject(raw)
+            values: dict[str, Any] = msgspec.json.decode(raw)
+        except (BadJson, NotAnObject, msgspec.MsgspecError):
+            raise UnusableHandoff("bad_params") from None
+        if values.get("do_remote_prefill") is not True:
+            raise UnusableHandoff("not_remote")
+        if missing := [key for key in self.required() if values.get(key) in (None, "", [], {})]:
+            raise UnusableHandoff(f"missing_{missing[0]}")
+        address = self._reachable_host(prefiller, values)
+        if address != values.get("remote_host"):
+            raw = params.edited({"remote_host": json.dumps(address).encode()})
+            values["remote_host"] = address
+        return Handoff(
+            connector=self,
+            prefiller=prefiller,
+            params=raw,
+            remote_request_id=str(values["remote_request_id"]),
+            values=values,
+            made_at=now,
+        )
+
+    def _reachable_host(self, prefiller: Engine, values: Mapping[str, Any]) -> Any:
+        """``remote_host`` as the decoder should see it: the prefiller's own address where it named none of use.
+
+        A multi-node map or a host list names the hosts itself and is left alone.
+        """
+        host = values.get("remote_host")
+        if values.get("remote_multi_nodes_meta_mapping") or values.get("remote_hosts"):
+            return host
+        if host in (None, "", "localhost") or _unroutable(str(host)):
+            return prefiller.address
+        return host
+
+
+def _unroutable(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False  # a name: the engines know it
+    return address.is_loopback or address.is_unspecified

@@ -1,0 +1,153 @@
+"""Builders of ProcessingResponse messages: what we tell Envoy, in the shape each body mode wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from google.protobuf.message import Message
+
+from extproc.errors import RequestError
+from extproc.pb.envoy.config.core.v3 import base_pb2
+from extproc.pb.envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+
+DESTINATION: Final = "x-gateway-destination-endpoint"
+"""The endpoint-picker protocol's name, of the header and of the metadata key alike."""
+LB_NAMESPACE: Final = "envoy.lb"
+OWN_NAMESPACE: Final = "extproc"
+TICKET: Final = "ticket"
+
+CHUNK_BYTES: Final = 62_000
+"""Envoy refuses streamed body chunks above 64 KiB."""
+
+_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_CONTINUE = ext_proc.CommonResponse.CONTINUE
+
+Headers = Sequence[tuple[str, bytes]]
+
+
+def header_mutation(set_headers: Headers = (), remove: Iterable[str] = ()) -> ext_proc.HeaderMutation:
+    """Every header is overwritten, never appended: two X-Request-Id lines make engines take the first."""
+    return ext_proc.HeaderMutation(
+        set_headers=[
+            base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE)
+            for key, value in set_headers
+        ],
+        remove_headers=remove,
+    )
+
+
+def nothing(phase: str, *, streamed_body: ext_proc.HttpBody | None = None) -> ext_proc.ProcessingResponse:
+    """The reply that changes nothing, in the oneof member of its phase (an unset oneof counts as an error).
+
+    ``phase`` is the request's oneof name. In the full-duplex mode a body chunk is dropped unless it is sent back:
+    ``streamed_body``.
+    """
+    if phase.endswith("_trailers"):
+        return _in_phase(phase, ext_proc.TrailersResponse())
+    common = ext_proc.CommonResponse(status=_CONTINUE)
+    if streamed_body is not None:
+        common.body_mutation.streamed_response.body = streamed_body.body
+        common.body_mutation.streamed_response.end_of_stream = streamed_body.end_of_stream
+    member = ext_proc.HeadersResponse if phase.endswith("_headers") else ext_proc.BodyResponse
+    return _in_phase(phase, member(response=common))
+
+
+def _in_phase(phase: str, member: Message) -> ext_proc.ProcessingResponse:
+    response = ext_proc.ProcessingResponse()
+    getattr(response, phase).CopyFrom(member)
+    return response
+
+
+def request_headers(
+    set_headers: Headers = (), remove: Iterable[str] = (), *, skip_body: bool = False
+) -> ext_proc.ProcessingResponse:
+    """``skip_body`` asks Envoy not to send the body at all (it must allow mode overrides, else it ignores this)."""
+    response = ext_proc.ProcessingResponse(
+        request_headers=ext_proc.HeadersResponse(
+            response=ext_proc.CommonResponse(status=_CONTINUE, header_mutation=header_mutation(set_headers, remove))
+        )
+    )
+    if skip_body:
+        mode = processing_mode_pb2.ProcessingMode
+        response.mode_override.CopyFrom(
+            mode(
+                request_header_mode=mode.SEND,
+                response_header_mode=mode.SEND,
+                request_body_mode=mode.NONE,
+                response_body_mode=mode.NONE,
+                request_trailer_mode=mode.SKIP,
+                response_trailer_mode=mode.SKIP,
+            )
+        )
+    return response
+
+
+def buffered_body(set_headers: Headers, body: bytes | None) -> ext_proc.ProcessingResponse:
+    """The request_body reply of the BUFFERED mode. Envoy answers 500 to a changed body without its content-length."""
+    common = ext_proc.CommonResponse(status=_CONTINUE)
+    if body is not None:
+        set_headers = (*set_headers, ("content-length", str(len(body)).encode()))
+        common.body_mutation.body = body
+    common.header_mutation.CopyFrom(header_mutation(set_headers))
+    return ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=common))
+
+
+def streamed_body(body: bytes, *, end_of_stream: bool) -> Iterator[ext_proc.ProcessingResponse]:
+    """The request_body replies of the FULL_DUPLEX_STREAMED mode: chunks, the last of which ends the stream.
+
+    ``end_of_stream`` is False where trailers follow.
+    """
+    starts = range(0, len(body), CHUNK_BYTES) if body else (0,)
+    for start in starts:
+        chunk = ext_proc.StreamedBodyResponse(
+            body=body[start : start + CHUNK_BYTES], end_of_stream=end_of_stream and start + CHUNK_BYTES >= len(body)
+        )
+        yield ext_proc.ProcessingResponse(
+            request_body=ext_proc.BodyResponse(
+                response=ext_proc.CommonResponse(
+                    status=_CONTINUE, body_mutation=ext_proc.BodyMutation(streamed_response=chunk)
+                )
+            )
+        )
+
+
+def response_headers(set_headers: Headers) -> ext_proc.ProcessingResponse:
+    return ext_proc.ProcessingResponse(
+        response_headers=ext_proc.HeadersResponse(
+            response=ext_proc.CommonResponse(status=_CONTINUE, header_mutation=header_mutation(set_headers))
+        )
+    )
+
+
+def more_time(seconds: float) -> ext_proc.ProcessingResponse:
+    """Ask Envoy to wait longer for this message's reply: once per message, up to its max_message_timeout."""
+    response = ext_proc.ProcessingResponse()
+    response.override_message_timeout.FromMilliseconds(int(seconds * 1000))
+    return response
+
+
+def immediate(status: int, headers: Headers, body: bytes, details: str) -> ext_proc.ProcessingResponse:
+    """End the request here. ``details`` goes into Envoy's access log as the response code details."""
+    response = ext_proc.ProcessingResponse()
+    answer = response.immediate_response
+    answer.status.code = status  # type: ignore[assignment]
+    answer.headers.CopyFrom(header_mutation(headers))
+    answer.body = body
+    answer.details = details
+    return response
+
+
+def error(problem: RequestError) -> ext_proc.ProcessingResponse:
+    headers = [("content-type", b"application/json")]
+    headers += [(name, value.encode()) for name, value in problem.headers.items()]
+    return immediate(problem.status, headers, problem.body(), f"extproc_{problem.code}")
+
+
+def route(response: ext_proc.ProcessingResponse, destination: str, ticket: str | None = None) -> None:
+    """Put the chosen endpoints (``ip:port[,ip:port]``), and a ticket, into the reply's dynamic metadata."""
+    fields = response.dynamic_metadata.fields
+    fields[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = destination
+    if ticket is not None:
+        fields[OWN_NAMESPACE].struct_value.fields[TICKET].string_value = ticket

@@ -1,0 +1,180 @@
+"""The life of the process: start, bind, fleet ready, SERVING; then SIGTERM, NOT_SERVING, drain, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from extproc import admin
+from extproc.config import Config
+from extproc.enginehttp import EngineClient
+from extproc.errors import ConfigError
+from extproc.fleet import engines
+from extproc.fleet.discovery import Resolver
+from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2, external_processor_pb2_grpc
+from extproc.prefill import Prefiller
+from extproc.service import ExternalProcessor, Service
+from extproc.telemetry import logs
+from extproc.telemetry.logs import log
+from extproc.telemetry.metrics import Metrics
+
+EXT_PROC = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+HEALTH_NAMES = ("", EXT_PROC)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_READY_POLL_S = 0.05
+
+
+class Server:
+    """A running service. An async context manager: entering binds and starts, leaving drains and stops."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._draining = False
+        self._stack = contextlib.AsyncExitStack()
+        self._background: list[asyncio.Task[None]] = []
+        self.grpc_port = 0
+        self.admin_port = 0
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        config = self.config
+        metrics = Metrics()
+        fleet = engines.from_config(config)
+        client = await stack.enter_async_context(
+            EngineClient(
+                connect_timeout_s=config.prefill.connect_timeout_s,
+                max_connections=config.prefill.max_connections,
+                keepalive_s=config.prefill.keepalive_s,
+            )
+        )
+        self.service = Service(config, fleet, Prefiller(config, fleet, client, metrics), metrics)
+        self._health = health.aio.HealthServicer()
+        await self._set_health(_NOT_SERVING)
+        await stack.enter_async_context(self._grpc_server())
+        if config.admin.listen:
+            app = admin.application(self.service, self.why_not_ready)
+            self.admin_port = await stack.enter_async_context(admin.serving(app, config.admin.listen))
+        stack.push_async_callback(self._cancel_background)
+        resolver = Resolver(fleet, config.fleet.resolve_s)
+        self._background = [
+            asyncio.create_task(resolver.run(), name="resolver"),
+            asyncio.create_task(self._serve_when_ready(), name="readiness"),
+        ]
+        log.info("listening", grpc=config.grpc.listen, grpc_port=self.grpc_port, admin_port=self.admin_port or None)
+
+    @contextlib.asynccontextmanager
+    async def _grpc_server(self) -> AsyncIterator[None]:
+        # The limit counts the whole message, which carries headers beside the body.
+        message_limit = self.config.limits.body_bytes + 1024 * 1024
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", message_limit),
+                ("grpc.max_send_message_length", message_limit),
+                # Envoy may ping an idle connection more often than gRPC's default allows (GOAWAY too_many_pings).
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(  # type: ignore[no-untyped-call]
+            ExternalProcessor(self.service), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (EXT_PROC, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            self.grpc_port = server.add_insecure_port(self.config.grpc.listen)
+        except RuntimeError:
+            raise ConfigError(f"grpc.listen: {self.config.grpc.listen} cannot be bound") from None
+        await server.start()
+        try:
+            yield
+        finally:
+            await self._drain(server)
+
+    async def _drain(self, server: grpc.aio.Server) -> None:
+        """New work goes elsewhere, running work ends, and streams that only wait for tokens are let go."""
+        deadline = time.monotonic() + self.config.life.drain_s
+        self._draining = True
+        await self._set_health(_NOT_SERVING)
+        if self.service.in_flight:
+            log.info("draining", in_flight=self.service.in_flight, drain_s=self.config.life.drain_s)
+        await asyncio.sleep(min(self.config.life.notice_s, self.config.life.drain_s))
+        stopping = asyncio.create_task(server.stop(max(0.0, deadline - time.monotonic())), name="stop")
+        await self.service.let_go(deadline)
+        await stopping
+
+    async def _set_health(self, status: int) -> None:
+        for name in HEALTH_NAMES:
+            await self._health.set(name, status)
+
+    def why_not_ready(self) -> str | None:
+        """None when the service takes traffic; else the reason, for people."""
+        if self._draining:
+            return "draining"
+        fleet = self.service.fleet
+        if not fleet.ready("decode"):
+            return "no decode engine has an address"
+        if fleet.engines("prefill") and not fleet.ready("prefill"):
+            return "no prefill engine has an address"
+        return None
+
+    async def _serve_when_ready(self) -> None:
+        """Health follows readiness; the reason for waiting is logged once."""
+        was: str | None = ""
+        while not self._draining:
+            reason = self.why_not_ready()
+            if reason != was:
+                was = reason
+                await self._set_health(_NOT_SERVING if reason else _SERVING)
+                log.info("serving" if reason is None else "not ready", reason=reason)
+            await asyncio.sleep(_READY_POLL_S if reason else 1.0)
+
+    async def _cancel_background(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT. A second signal ends at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with Server(config):
+        await stop.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    log.info("stopped")
+
+
+def run(config: Config) -> None:
+    """The whole life of a process, on uvloop."""
+    import uvloop
+
+    logs.configure(config.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))

@@ -1,0 +1,114 @@
+"""What exchanges share: the fleet, the prefiller, counters and limits; and the gRPC service that Envoy calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import grpc
+
+from extproc.config import Config
+from extproc.errors import RequestError
+from extproc.exchange import Exchange
+from extproc.fleet.engines import Engine, Fleet, Reservation
+from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
+from extproc.prefill import Prefilled, Prefiller, PrefillRequest
+from extproc.telemetry.metrics import Metrics
+
+_LET_GO_MARGIN_S = 0.5
+
+
+class Service:
+    """One process's shared state. Nothing in it has to survive the process."""
+
+    def __init__(self, config: Config, fleet: Fleet, prefiller: Prefiller, metrics: Metrics) -> None:
+        self.config = config
+        self.fleet = fleet
+        self.metrics = metrics
+        self._prefiller = prefiller
+        self._open: dict[Exchange, asyncio.Task[None]] = {}
+        self._closed = asyncio.Event()
+        self._letting_go = False
+        self._fallbacks = 0
+
+    def opened(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        self._open[exchange] = task
+        self.metrics.in_flight.inc()
+
+    def closed(self, exchange: Exchange) -> None:
+        del self._open[exchange]
+        self._closed.set()
+        self.metrics.in_flight.dec()
+
+    @property
+    def in_flight(self) -> int:
+        """Open ext_proc streams."""
+        return len(self._open)
+
+    async def let_go(self, deadline: float) -> None:
+        """End all streams by ``deadline`` (``time.monotonic()``) without harm to the requests behind them.
+
+        A stream that has had its response headers needs us no more, and ends at once; one that waits for them gets
+        until the deadline. Ended by us with status OK, Envoy goes on without us; a stream that gRPC aborts would take
+        the client's response down with it.
+        """
+        self._letting_go = True
+        while self._open:
+            late = time.monotonic() >= deadline - _LET_GO_MARGIN_S
+            for exchange, task in list(self._open.items()):
+                if exchange.needs_us_no_more(late):
+                    task.cancel()
+            if late:
+                break
+            self._closed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), min(0.1, deadline - time.monotonic()))
+
+    def was_let_go(self, exchange: Exchange) -> bool:
+        """Whether a cancellation of this exchange's handler is ours."""
+        return self._letting_go and exchange.needs_us_no_more(late=True)
+
+    def admit(self) -> None:
+        """Raises RequestError (503) for an exchange beyond the limit."""
+        if self.in_flight > self.config.limits.in_flight:
+            raise RequestError(503, "overloaded", "The gateway is at its limit.", headers={"retry-after": "1"})
+
+    def reserve(self, engine: Engine) -> Reservation:
+        return Reservation(engine)
+
+    async def prefill(self, request: PrefillRequest) -> Prefilled:
+        """Raises PrefillRefused or PrefillFailed."""
+        return await self._prefiller.run(request)
+
+    def take_fallback_slot(self) -> bool:
+        """Whether one more request may be prefilled by its decoder; give the slot back afterwards."""
+        if self._fallbacks >= self.config.prefill.fallback.max_concurrent:
+            return False
+        self._fallbacks += 1
+        return True
+
+    def return_fallback_slot(self) -> None:
+        self._fallbacks -= 1
+
+
+class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
+    """``envoy.service.ext_proc.v3.ExternalProcessor``: one stream per HTTP request, one exchange per stream."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def Process(self, _: Any, context: Any) -> None:  # noqa: N802 (gRPC's name)
+        """Clean-up hangs on ``finally``: a stream that is reset while we wait for a message simply ends."""
+        exchange = Exchange(self._service, context.write)
+        self._service.opened(exchange, asyncio.current_task())  # type: ignore[arg-type]
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                await exchange.on(message)
+        except asyncio.CancelledError:
+            if not self._service.was_let_go(exchange):
+                raise
+        finally:
+            exchange.close()
+            self._service.closed(exchange)

@@ -1,0 +1,32 @@
+"""What the service counts, in Prometheus' terms. Labels come from fixed sets, so their number is bounded."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """One set of metrics on its own registry: several services can live in one process (tests do that)."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry = registry or CollectorRegistry()
+
+        self.exchanges = Counter(
+            "extproc_exchanges", "Exchanges by what we did with them.", ["decision"], registry=registry
+        )
+        self.in_flight = Gauge("extproc_exchanges_in_flight", "Open ext_proc streams.", registry=registry)
+        self.bypass = Counter(
+            "extproc_bypass", "Requests sent to a decoder without a prefill leg.", ["reason"], registry=registry
+        )
+        self.fallbacks = Counter(
+            "extproc_fallbacks", "Requests whose prefill failed, by what became of them.", ["result"], registry=registry
+        )
+        self.errors = Counter("extproc_errors", "Requests answered by us with an error.", ["code"], registry=registry)
+        self.prefill_attempts = Counter(
+            "extproc_prefill_attempts", "Prefill calls by result.", ["result"], registry=registry
+        )
+        self.prefill_seconds = Histogram(
+            "extproc_prefill_seconds", "Duration of a prefill call.", buckets=_SECONDS, registry=registry
+        )
