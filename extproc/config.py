@@ -202,6 +202,8 @@ class Envoy(Section):
     """The service is down: true runs requests on the decoders alone, false answers 500."""
     message_timeout_s: Positive = 5.0
     """Envoy's patience for one reply; the service asks for more while it prefills."""
+    ca_file: str = "/etc/ssl/certs/ca-certificates.crt"
+    """Certificate authorities that Envoy trusts for decoders with an https URL."""
     route_timeout_s: Annotated[float, Field(ge=0)] = 0.0
     """Envoy's limit for a whole request; 0 turns it off, as long generations need."""
 
