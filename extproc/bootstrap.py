@@ -1,14 +1,12 @@
 """An Envoy bootstrap that fits a configuration: built from Envoy's own types, printed as commented YAML.
 
-What the parts are for stands in :data:`COMMENTS`, which are printed above the parts they explain.
+What the parts are for is said in :mod:`extproc.bootstrap_comments`, which are printed above the parts they explain.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +14,7 @@ from urllib.parse import urlsplit
 import betterproto2
 import yaml
 
+from extproc.bootstrap_comments import COMMENTS, HEADER, annotate
 from extproc.config import Config, split_listen
 from extproc.replies import DESTINATION, LB_NAMESPACE, OWN_NAMESPACE
 
@@ -40,7 +39,6 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
     from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
     from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin.v3 import RoundRobin
-    from envoy_data_plane.envoy.extensions.transport_sockets.raw_buffer.v3 import RawBuffer
     from envoy_data_plane.envoy.extensions.transport_sockets.tls import v3 as tls
     from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstream
     from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
@@ -60,15 +58,17 @@ CLIENT_HEADERS_REMOVED = (
 )
 CLIENT_PREFIXES_REMOVED = ("x-extproc-", "x-envoy-")
 
+HANDOFF_BYTES = 960 * 1024
+"""What the service may add to the largest body. Less than the 1 MiB by which its gRPC messages may exceed that body."""
+
 _TIMEOUT_MARGIN_S = 15.0
 _CLIENT_STALL_S = 60.0
 
 
 def render(config: Config) -> str:
     """The bootstrap as YAML that ``envoy -c`` takes, with comments."""
-    values = bootstrap(config).to_dict(casing=betterproto2.Casing.SNAKE)
-    text = yaml.safe_dump(values, sort_keys=False, width=120, allow_unicode=True)
-    return HEADER + annotate(text, COMMENTS)
+    values = _names_first(bootstrap(config).to_dict(casing=betterproto2.Casing.SNAKE))
+    return HEADER + annotate(yaml.safe_dump(values, sort_keys=False, width=120), COMMENTS)
 
 
 def bootstrap(config: Config) -> Bootstrap:
@@ -90,7 +90,6 @@ def _listener(config: Config) -> listener.Listener:
     return listener.Listener(
         name="gateway",
         address=_address(*split_listen(config.envoy.listen)),
-        per_connection_buffer_limit_bytes=config.limits.body_bytes,
         filter_chains=[listener.FilterChain(filters=[manager])],
     )
 
@@ -192,6 +191,7 @@ def _routes(config: Config) -> route.RouteConfiguration:
             route.VirtualHost(
                 name="engines",
                 domains=["*"],
+                request_body_buffer_limit=config.limits.body_bytes + HANDOFF_BYTES,
                 routes=[
                     route.Route(
                         name="realtime",
@@ -207,29 +207,26 @@ def _routes(config: Config) -> route.RouteConfiguration:
 
 
 def _own_errors() -> hcm.LocalReplyConfig:
-    not_from_the_service = ExpressionFilter(expression="!response.code_details.startsWith('extproc_')")
-    body = {
-        "error": {
-            "message": "%LOCAL_REPLY_BODY%",
-            "type": "gateway_error",
-            "param": None,
-            "code": "%RESPONSE_CODE_DETAILS%",
-        }
-    }
     return hcm.LocalReplyConfig(
         mappers=[
-            hcm.ResponseMapper(
-                filter=accesslog.AccessLogFilter(
-                    extension_filter=accesslog.ExtensionFilter(
-                        name="envoy.access_loggers.extension_filters.cel",
-                        typed_config=AnyMessage.pack(not_from_the_service),
-                    )
-                ),
-                body_format_override=core.SubstitutionFormatString(
-                    json_format=Struct.from_dict(body), content_type="application/json"
-                ),
-            )
+            _error_body("response.code_details.startsWith('ext_proc_error')", "The gateway's service failed."),
+            _error_body("!response.code_details.startsWith('extproc_')", "%LOCAL_REPLY_BODY%"),
         ]
+    )
+
+
+def _error_body(condition: str, message: str) -> hcm.ResponseMapper:
+    body = {"message": message, "type": "gateway_error", "param": None, "code": "%RESPONSE_CODE_DETAILS%"}
+    return hcm.ResponseMapper(
+        filter=accesslog.AccessLogFilter(
+            extension_filter=accesslog.ExtensionFilter(
+                name="envoy.access_loggers.extension_filters.cel",
+                typed_config=AnyMessage.pack(ExpressionFilter(expression=condition)),
+            )
+        ),
+        body_format_override=core.SubstitutionFormatString(
+            json_format=Struct.from_dict({"error": body}), content_type="application/json"
+        ),
     )
 
 
@@ -267,7 +264,6 @@ def _decode_cluster(config: Config) -> cluster.Cluster:
         name=DECODE,
         **_discovery([host for host, _ in hosts], config),
         connect_timeout=timedelta(seconds=1),
-        per_connection_buffer_limit_bytes=config.limits.body_bytes,
         load_assignment=_endpoints(
             DECODE,
             hosts,
@@ -297,7 +293,6 @@ def _service_cluster(config: Config) -> cluster.Cluster:
         name=SERVICE,
         **_discovery([host], config),
         connect_timeout=timedelta(seconds=1),
-        per_connection_buffer_limit_bytes=config.limits.body_bytes,
         load_assignment=_endpoints(SERVICE, [(host, port)]),
         health_checks=[
             core.HealthCheck(
@@ -335,9 +330,7 @@ def _discovery(hosts: list[str], config: Config) -> dict[str, Any]:
         dns_lookup_family=DnsLookupFamily.V4_PREFERRED,
     )
     return {
-        "cluster_type": cluster.ClusterCustomClusterType(
-            name="envoy.clusters.dns", typed_config=AnyMessage.pack(dns)
-        )
+        "cluster_type": cluster.ClusterCustomClusterType(name="envoy.clusters.dns", typed_config=AnyMessage.pack(dns))
     }
 
 
@@ -351,7 +344,9 @@ def _endpoints(
                 lb_endpoints=[
                     endpoint.LbEndpoint(
                         endpoint=endpoint.Endpoint(address=_address(host, port)),
-                        metadata=core.Metadata(filter_metadata={"envoy.transport_socket_match": Struct.from_dict(match)})
+                        metadata=core.Metadata(
+                            filter_metadata={"envoy.transport_socket_match": Struct.from_dict(match)}
+                        )
                         if match
                         else None,
                     )
@@ -404,9 +399,7 @@ def _extension(name: str, message: betterproto2.Message) -> core.TypedExtensionC
 
 def _address(host: str, port: int) -> core.Address:
     # A wildcard IPv6 listener takes IPv4 clients too.
-    return core.Address(
-        socket_address=core.SocketAddress(address=host, port_value=port, ipv4_compat=host == "::")
-    )
+    return core.Address(socket_address=core.SocketAddress(address=host, port_value=port, ipv4_compat=host == "::"))
 
 
 def _is_address(host: str) -> bool:
@@ -417,6 +410,11 @@ def _is_address(host: str) -> bool:
     return True
 
 
-HEADER = "# made\n"
-COMMENTS: Mapping[str, str] = {}
-def annotate(text, c): return text
+def _names_first(value: Any) -> Any:
+    """The same values; in each mapping what identifies it comes first, as a reader expects."""
+    if isinstance(value, list):
+        return [_names_first(item) for item in value]
+    if isinstance(value, dict):
+        first = [key for key in ("name", "@type") if key in value]
+        return {key: _names_first(value[key]) for key in (*first, *(key for key in value if key not in first))}
+    return value
