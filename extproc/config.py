@@ -94,6 +94,10 @@ class Engine(Section):
     """Overrides ``fleet.lease_s``."""
     api_key: SecretStr | None = None
     """Sent as a bearer token where the client sent no Authorization, and on requests that the service makes itself."""
+    abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A nixl prefiller that loads extproc's vLLM plugin: the port its rank 0 listens on for aborts."""
+    side_channel_hosts: list[str] = []
+    """Further addresses of the same prefiller's side channels (other nodes of a multi-node engine)."""
 
 
 class Fleet(Section):
@@ -167,14 +171,18 @@ class Release(Section):
 
     queue: Annotated[int, Field(ge=1)] = 10_000
     concurrency: Annotated[int, Field(ge=1)] = 64
-    timeout_s: Positive = 2.0
+    timeout_s: Positive = 1.0
     """For one try on one endpoint."""
-    deadline_s: Positive = 20.0
+    deadline_s: Positive = 5.0
     """From the request for a release to giving up."""
     ticket_key: SecretStr | None = None
     """Signs tickets. All replicas need the same one; by default it is derived from the fleet's configuration."""
     ascend_message: Literal["auto", "abort", "done"] = "auto"
     """mooncake-ascend: ``abort_request_msg`` (vllm-ascend PR 14716) or ``done_recving_msg`` (stock)."""
+    outcomes_from: Literal["auto", "access_log", "stream"] = "auto"
+    """What tells how a request ended. ``auto``: Envoy's access log once an entry has come in, the stream until then."""
+    settle_s: Positive = 0.4
+    """A stream that ends before its response headers: how long the access log has to tell why."""
     max_finishing: Annotated[int, Field(ge=0)] = 256
     """How many abandoned prefills may run to their end at once (``prefill.cancel: finish``)."""
 

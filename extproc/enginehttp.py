@@ -7,6 +7,7 @@ cancelled calls are daily business here; aiohttp's pool does not, and costs abou
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,16 +44,17 @@ class EngineAnswer:
         return next((value for key, value in self.headers if key == name), None)
 
 
-class _Call:
-    """What the connection pool did for one call."""
+class Call:
+    """What is known of a running call. ``answering_since`` is ``time.monotonic()`` of the answer's first bytes."""
 
-    __slots__ = ("reused",)
+    __slots__ = ("answering_since", "reused")
 
     def __init__(self) -> None:
         self.reused = False
+        self.answering_since: float | None = None
 
 
-_current: ContextVar[_Call | None] = ContextVar("current engine call", default=None)
+_current: ContextVar[Call | None] = ContextVar("current engine call", default=None)
 
 
 class EngineClient:
@@ -90,37 +92,42 @@ class EngineClient:
         await self._fresh.aclose()
 
     async def post(
-        self, url: str, body: bytes, headers: Sequence[tuple[bytes, bytes]], *, timeout_s: float
+        self,
+        url: str,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        *,
+        timeout_s: float | None,
+        call: Call | None = None,
     ) -> EngineAnswer:
         """POST and read the whole answer, whatever its status. Cancelling closes the connection.
 
         A kept-alive connection that turns out to be closed is replaced once, with the same request: the engine has
         not seen it. Raises EngineUnavailable.
         """
-        call = _Call()
+        call = call or Call()
         _current.set(call)
         try:
             async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._send(self._pooled, url, body, headers)
+                    return await self._send(self._pooled, url, body, headers, call)
                 except EngineUnavailable as error:
-                    if error.reason != "disconnected" or not call.reused:
+                    if error.reason != "disconnected" or not call.reused or call.answering_since is not None:
                         raise
-                return await self._send(self._fresh, url, body, headers)
+                return await self._send(self._fresh, url, body, headers, call)
         except TimeoutError:
-            raise EngineUnavailable("timeout", f"no answer within {timeout_s:g} s") from None
+            raise EngineUnavailable("timeout", f"no answer within {timeout_s} s") from None
 
     async def _send(
-        self, client: httpx.AsyncClient, url: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]
+        self, client: httpx.AsyncClient, url: str, body: bytes, headers: Sequence[tuple[bytes, bytes]], call: Call
     ) -> EngineAnswer:
         timeout = httpx.Timeout(None, connect=self._connect_timeout_s, pool=self._connect_timeout_s * 2)
         request = httpx.Request(
             "POST", url, content=body, headers=list(headers), extensions={"timeout": timeout.as_dict()}
         )
-        started = False
         try:
             response = await client.send(request, stream=True)
-            started = True
+            call.answering_since = time.monotonic()
             try:
                 chunks, size = [], 0
                 async for chunk in response.aiter_raw():
@@ -131,7 +138,7 @@ class EngineClient:
             finally:
                 await response.aclose()
         except httpx.TransportError as error:
-            raise _unavailable(error, started) from error
+            raise _unavailable(error, call.answering_since is not None) from error
         except aiohttp.ClientError as error:  # what the transport does not translate
             raise EngineUnavailable("disconnected", str(error)) from error
         pairs = [(key.lower(), value) for key, value in response.headers.multi_items()]

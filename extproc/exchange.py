@@ -28,6 +28,7 @@ from extproc.prefill import Header, Prefilled, PrefillFailed, PrefillRefused, Pr
 from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
+    from extproc.connectors import Handoff
     from extproc.fleet.engines import Engine, Reservation
     from extproc.service import Service
 
@@ -66,6 +67,7 @@ class Exchange:
         self._decoder: Reservation | None = None
         self._timings: list[str] = []
         self._fallback = False
+        self._closed = False
         self._started = time.monotonic()
         self.request_id = ""
         self.decision = "none"
@@ -258,15 +260,16 @@ class Exchange:
         headers = self._routing_headers(destination)
         changed = body if body is not original else None
         self._state = State.DISPATCHED
+        ticket = self._service.endings.dispatched(self.prefilled.handoff) if self.prefilled else None
         if self._streamed:
             reply = replies.request_headers(headers, self._spoofed())
-            replies.route(reply, destination)
+            replies.route(reply, destination, ticket)
             await self._send(reply)
             for chunk in replies.streamed_body(body, end_of_stream=not trailers):
                 await self._send(chunk)
         else:
             reply = replies.buffered_body(headers, changed)
-            replies.route(reply, destination)
+            replies.route(reply, destination, ticket)
             await self._send(reply)
 
     # ── response ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,26 +304,38 @@ class Exchange:
         self.status = error.status
         await self._send(replies.error(error))
 
-    def close(self) -> None:
-        """Give back what the exchange holds. Safe to call more than once."""
+    def close(self, *, let_go: bool = False) -> None:
+        """Give back what the exchange holds, once. ``let_go``: we leave, the request goes on without us."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.prefilled is not None:
+            self._settle(self.prefilled.handoff, let_go)
         if self._decoder is not None:
             self._decoder.release()
         if self._fallback:
             self._fallback = False
             self._service.return_fallback_slot()
-        if self._started:
-            log.info(
-                "exchange",
-                request_id=self.request_id or None,
-                decision=self.decision,
-                state=self._state.value,
-                prefiller=self.prefilled.handoff.prefiller.name if self.prefilled else None,
-                decoder=self._decoder.engine.name if self._decoder else None,
-                status=self.status,
-                prefill_ms=round(self.prefilled.seconds * 1000, 1) if self.prefilled else None,
-                total_ms=round((time.monotonic() - self._started) * 1000, 1),
-            )
-            self._started = 0.0
+        log.info(
+            "exchange",
+            request_id=self.request_id or None,
+            decision=self.decision,
+            state=self._state.value,
+            prefiller=self.prefilled.handoff.prefiller.name if self.prefilled else None,
+            decoder=self._decoder.engine.name if self._decoder else None,
+            status=self.status,
+            prefill_ms=round(self.prefilled.seconds * 1000, 1) if self.prefilled else None,
+            total_ms=round((time.monotonic() - self._started) * 1000, 1),
+        )
+
+    def _settle(self, handoff: Handoff, let_go: bool) -> None:
+        endings = self._service.endings
+        if let_go:
+            endings.let_go(handoff)
+        elif self._state in (State.DISPATCHED, State.RESPONDING):
+            endings.stream_ended(handoff, self.status)
+        else:
+            endings.never_dispatched(handoff)
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from extproc import openai
 from extproc.connectors import Handoff, UnusableHandoff
-from extproc.enginehttp import EngineAnswer, EngineClient, EngineUnavailable
+from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailable
 
 if TYPE_CHECKING:
     from extproc.config import Config
-    from extproc.fleet.engines import Engine, Fleet
+    from extproc.fleet.engines import Engine, Fleet, Reservation
     from extproc.jsonobject import JsonObject
     from extproc.telemetry.metrics import Metrics
+
+_LAST_LOOK_S: Final = 0.005
 
 Header = tuple[str, bytes]
 
@@ -71,18 +73,33 @@ class PrefillFailed(Exception):
 
 
 class Prefiller:
-    """Runs prefill legs against the fleet, one engine after another until one delivers."""
+    """Runs prefill legs against the fleet, one engine after another until one delivers.
 
-    def __init__(self, config: Config, fleet: Fleet, client: EngineClient, metrics: Metrics) -> None:
+    A leg that nobody waits for any more is closed or finished, as its connector says is safe; what it still hands over
+    goes to ``on_orphan``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        client: EngineClient,
+        metrics: Metrics,
+        on_orphan: Callable[[Handoff], None],
+    ) -> None:
         self._settings = config.prefill
+        self._max_finishing = config.release.max_finishing
         self._fleet = fleet
         self._client = client
         self._metrics = metrics
+        self._on_orphan = on_orphan
+        self._abandoned: set[asyncio.Task[None]] = set()
+        self._finishing = 0
 
     async def run(self, request: PrefillRequest) -> Prefilled:
         """Raises PrefillRefused for a 4xx, PrefillFailed when all attempts are used up.
 
-        Cancelling it closes the call to the engine.
+        Cancelling it abandons the running attempt.
         """
         reasons: list[str] = []
         tried: list[Engine] = []
@@ -92,25 +109,45 @@ class Prefiller:
                 if not tried:
                     reasons.append("no_engine")
                 break
-            engine = reservation.engine
-            tried.append(engine)
-            started = time.monotonic()
-            try:
-                outcome = await self._attempt(engine, request)
-            except asyncio.CancelledError:
-                self._metrics.prefill_attempts.labels("cancelled").inc()
-                raise
-            finally:
-                reservation.release()
-            label = outcome if isinstance(outcome, str) else "ok"
-            self._metrics.prefill_attempts.labels(label).inc()
-            self._metrics.prefill_seconds.observe(time.monotonic() - started)
+            tried.append(reservation.engine)
+            outcome = await self._supervised(reservation, request)
             if isinstance(outcome, Prefilled):
-                return outcome
+                if not outcome.handoff.expired(time.monotonic()):
+                    return outcome
+                # The engine may have recycled the blocks: a decoder would answer 200 with wrong text.
+                self._metrics.handoffs_expired.inc()
+                outcome = "expired"
             reasons.append(outcome)
         raise PrefillFailed(reasons)
 
-    async def _attempt(self, engine: Engine, request: PrefillRequest) -> Prefilled | str:
+    async def _supervised(self, reservation: Reservation, request: PrefillRequest) -> Prefilled | str:
+        """One attempt within its time. The reservation lasts as long as the engine is really at work."""
+        started = time.monotonic()
+        call = Call()
+        attempt = asyncio.create_task(self._attempt(reservation.engine, request, call), name="prefill")
+        attempt.add_done_callback(lambda _: reservation.release())
+        result = "cancelled"
+        try:
+            done, _ = await asyncio.wait({attempt}, timeout=self._settings.timeout_s)
+            if not done:
+                result = "timeout"
+                self._abandon(attempt, reservation.engine, call)
+                return result
+            try:
+                outcome = attempt.result()
+            except PrefillRefused:
+                result = "refused"
+                raise
+            result = outcome if isinstance(outcome, str) else "ok"
+            return outcome
+        except asyncio.CancelledError:
+            self._abandon(attempt, reservation.engine, call)
+            raise
+        finally:
+            self._metrics.prefill_attempts.labels(result).inc()
+            self._metrics.prefill_seconds.observe(time.monotonic() - started)
+
+    async def _attempt(self, engine: Engine, request: PrefillRequest, call: Call) -> Prefilled | str:
         """One call. Returns the reason, a short metric label, where another engine should be tried."""
         request_id = str(uuid.uuid4())
         started = time.monotonic()
@@ -119,20 +156,59 @@ class Prefiller:
                 engine.url + request.path,
                 openai.prefill_body(request.body, engine.connector.prefill_edits()),
                 forwarded_headers(request.headers, request_id, engine.api_key),
-                timeout_s=self._settings.timeout_s,
+                timeout_s=self._settings.timeout_s * 2,  # of use to an abandoned attempt alone
+                call=call,
             )
         except EngineUnavailable as error:
             return error.reason
         if 400 <= answer.status < 500:
-            self._metrics.prefill_attempts.labels("refused").inc()
             raise PrefillRefused(answer, engine)
         if answer.status != 200:
             return f"status_{answer.status // 100}xx"
         try:
-            handoff = engine.connector.handoff(engine, answer.body, time.monotonic())
+            handoff = engine.connector.handoff(engine, answer.body, call.answering_since or started)
         except UnusableHandoff as error:
             return f"unusable_{error}"
         return Prefilled(handoff, request_id, time.monotonic() - started)
+
+    # ── attempts that nobody waits for any more ───────────────────────────────────────────────────────────────────
+
+    def _abandon(self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call) -> None:
+        task = asyncio.create_task(self._see_off(attempt, engine, call), name="abandoned prefill")
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    async def _see_off(self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call) -> None:
+        """Close the call or let it finish; either way nothing that it hands over stays pinned.
+
+        An engine frees an unfinished prefill when its client leaves. One that has finished keeps the blocks, under an
+        id that only the answer tells: a call whose answer is coming in, or about to, is read to its end.
+        """
+        way = engine.connector.cancel if self._settings.cancel == "auto" else self._settings.cancel
+        if way == "finish" and self._finishing < self._max_finishing:
+            self._finishing += 1
+            try:
+                await asyncio.wait({attempt})
+            finally:
+                self._finishing -= 1
+                attempt.cancel()
+        else:
+            await asyncio.wait({attempt}, timeout=_LAST_LOOK_S)
+            if not attempt.done() and call.answering_since is None:
+                attempt.cancel()
+        try:
+            outcome = await attempt
+        except (asyncio.CancelledError, PrefillRefused):
+            return
+        if isinstance(outcome, Prefilled):
+            self._on_orphan(outcome.handoff)
+
+    async def flush(self, deadline: float) -> None:
+        """Wait for abandoned attempts until ``deadline`` (``time.monotonic()``), then close them."""
+        if self._abandoned:
+            await asyncio.wait(set(self._abandoned), timeout=max(0.0, deadline - time.monotonic()))
+        for task in list(self._abandoned):
+            task.cancel()
 
 
 def forwarded_headers(headers: Sequence[Header], request_id: str, api_key: str | None) -> list[tuple[bytes, bytes]]:

@@ -14,19 +14,25 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from extproc import admin
+from extproc import admin, ticket
 from extproc.config import Config
+from extproc.endings import AccessLogService, Endings
 from extproc.enginehttp import EngineClient
 from extproc.errors import ConfigError
 from extproc.fleet import engines
 from extproc.fleet.discovery import Resolver
+from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2, external_processor_pb2_grpc
 from extproc.prefill import Prefiller
+from extproc.release import ReleaseService
+from extproc.releaseways import ReleaseWays
 from extproc.service import ExternalProcessor, Service
+from extproc.sidechannel import SideChannels
 from extproc.telemetry import logs
 from extproc.telemetry.logs import log
 from extproc.telemetry.metrics import Metrics
 
+ACCESS_LOG = als_pb2.DESCRIPTOR.services_by_name["AccessLogService"].full_name
 EXT_PROC = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 HEALTH_NAMES = ("", EXT_PROC)
 
@@ -68,7 +74,13 @@ class Server:
                 keepalive_s=config.prefill.keepalive_s,
             )
         )
-        self.service = Service(config, fleet, Prefiller(config, fleet, client, metrics), metrics)
+        channels = SideChannels()
+        stack.push_async_callback(channels.aclose)
+        ways = ReleaseWays(config.release, fleet, client, channels)
+        self.releases = ReleaseService(config.release, ways, metrics)
+        self._endings = Endings(config.release, ticket.signer(config), ways, self.releases, metrics)
+        self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched)
+        self.service = Service(config, fleet, self._prefiller, self._endings, metrics)
         self._health = health.aio.HealthServicer()
         await self._set_health(_NOT_SERVING)
         await stack.enter_async_context(self._grpc_server())
@@ -101,8 +113,11 @@ class Server:
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(  # type: ignore[no-untyped-call]
             ExternalProcessor(self.service), server
         )
+        als_pb2_grpc.add_AccessLogServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            AccessLogService(self._endings), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (EXT_PROC, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (EXT_PROC, ACCESS_LOG, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
             self.grpc_port = server.add_insecure_port(self.config.grpc.listen)
@@ -124,6 +139,9 @@ class Server:
         await asyncio.sleep(min(self.config.life.notice_s, self.config.life.drain_s))
         stopping = asyncio.create_task(server.stop(max(0.0, deadline - time.monotonic())), name="stop")
         await self.service.let_go(deadline)
+        await self._prefiller.flush(deadline)
+        await self._endings.flush()
+        await self.releases.flush(deadline)
         await stopping
 
     async def _set_health(self, status: int) -> None:

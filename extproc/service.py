@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from extproc.config import Config
+from extproc.endings import Endings
 from extproc.errors import RequestError
 from extproc.exchange import Exchange
 from extproc.fleet.engines import Engine, Fleet, Reservation
@@ -23,8 +24,9 @@ _LET_GO_MARGIN_S = 0.5
 class Service:
     """One process's shared state. Nothing in it has to survive the process."""
 
-    def __init__(self, config: Config, fleet: Fleet, prefiller: Prefiller, metrics: Metrics) -> None:
+    def __init__(self, config: Config, fleet: Fleet, prefiller: Prefiller, endings: Endings, metrics: Metrics) -> None:
         self.config = config
+        self.endings = endings
         self.fleet = fleet
         self.metrics = metrics
         self._prefiller = prefiller
@@ -109,6 +111,7 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
         except asyncio.CancelledError:
             if not self._service.was_let_go(exchange):
                 raise
+            exchange.close(let_go=True)
         finally:
             exchange.close()
             self._service.closed(exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import ipaddress
 import json
 from abc import ABC, abstractmethod
@@ -15,6 +16,9 @@ from extproc.jsonobject import BadJson, JsonObject, NotAnObject
 
 if TYPE_CHECKING:
     from extproc.fleet.engines import Engine
+    from extproc.outcomes import Ending
+    from extproc.releaseways import ReleaseWays
+    from extproc.ticket import Ticket
 
 
 class UnusableHandoff(Exception):
@@ -42,6 +46,16 @@ class Handoff:
         return now - self.made_at >= self.prefiller.lease_s
 
 
+class ReleaseResult(enum.StrEnum):
+    """How one try to free a handoff's blocks ended."""
+
+    RELEASED = "released"
+    REFUSED = "refused"
+    """An engine answered, but not as one that frees the blocks."""
+    UNREACHABLE = "unreachable"
+    """No answer; worth another try."""
+
+
 class Connector(ABC):
     """One way to move KV blocks between engines."""
 
@@ -56,6 +70,24 @@ class Connector(ABC):
     @abstractmethod
     def required(self) -> tuple[str, ...]:
         """Keys without which a decoder hangs or dies; a handoff that lacks one is unusable."""
+
+    @abstractmethod
+    def release_data(self, handoff: Handoff) -> Mapping[str, Any] | None:
+        """What :meth:`release` needs beside the handoff's id, as it goes into a ticket (a few hundred bytes).
+
+        None where nothing but the engine's timer frees the blocks.
+        """
+
+    @abstractmethod
+    async def release(self, ticket: Ticket, ways: ReleaseWays) -> ReleaseResult:
+        """One try to make the prefiller free the blocks. Idempotent."""
+
+    def leaves_pinned(self, ending: Ending) -> bool:
+        """Whether a dispatched request that ended like this may have left its blocks pinned.
+
+        To release blocks that the decoder has already had freed is harmless, so doubt is answered with yes.
+        """
+        return not ending.kv_read
 
     def handoff(self, prefiller: Engine, answer: bytes, now: float) -> Handoff:
         """Read a prefill's 200 answer (a JSON body). Raises UnusableHandoff.

@@ -6,10 +6,21 @@ scheduler asserts or waits for ever, and its engine dies when the client leaves.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from extproc.connectors.base import Connector
+import msgspec
+
+from extproc import sidechannel
+from extproc.connectors.base import Connector, Handoff, ReleaseResult
+
+if TYPE_CHECKING:
+    from extproc.enginehttp import EngineAnswer
+    from extproc.releaseways import ReleaseWays
+    from extproc.ticket import Ticket
+
+_NO_SUCH_MODEL: Final = "extproc-release"
 
 _PREFILL_EDITS: Mapping[str, bytes | None] = {
     "kv_transfer_params": (
@@ -26,5 +37,56 @@ class Nixl(Connector):
     def prefill_edits(self) -> Mapping[str, bytes | None]:
         return _PREFILL_EDITS
 
+    def release_data(self, handoff: Handoff) -> Mapping[str, Any] | None:
+        """The params, but for the block ids: a decoder that rejects a request names the handoff and reads no block.
+
+        One id per group keeps the shape; a long prompt has thousands of them.
+        """
+        groups = handoff.values["remote_block_ids"]
+        nested = isinstance(groups[0], list)
+        shape = [group[:1] for group in groups] if nested else groups[:1]
+        return {**handoff.values, "remote_block_ids": shape}
+
+    async def release(self, ticket: Ticket, ways: ReleaseWays) -> ReleaseResult:
+        """By the plugin's own ZMQ port where the prefiller has one, else by a request that a decoder rejects.
+
+        NIXL's own port is never touched: a foreign frame kills its listener. A decoder of vLLM >= 0.21 that refuses a
+        request before admission (an unknown model: 404) tells the prefiller to free what the request's params name.
+        """
+        if await self._abort_by_plugin(ticket, ways):
+            return ReleaseResult.RELEASED
+        body = json.dumps(
+            {"model": _NO_SUCH_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(ticket.data)}
+        ).encode()
+        result = ReleaseResult.UNREACHABLE
+        async for answer in ways.ask_decoders("/v1/completions", body):
+            if _rejected_as_meant(answer):
+                return ReleaseResult.RELEASED
+            if answer.status < 500:
+                result = ReleaseResult.REFUSED
+        return result
+
+    async def _abort_by_plugin(self, ticket: Ticket, ways: ReleaseWays) -> bool:
+        port = ways.abort_port(ticket.prefiller)
+        if port is None:
+            return False
+        ranks = range(int(ticket.data.get("tp_size") or 1))
+        addresses = [ways.side_channel(ticket.prefiller, None, port + rank) for rank in ranks]
+        replies = await ways.ask_side_channels(
+            [address for address in addresses if address], sidechannel.abort_request(ticket.request_id)
+        )
+        return len(replies) == len(ranks) and all(reply == sidechannel.ACK for reply in replies)
+
     def required(self) -> tuple[str, ...]:
         return ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_port")
+
+
+def _rejected_as_meant(answer: EngineAnswer) -> bool:
+    """Whether this is vLLM's own 404 for an unknown model, not a proxy's or a missing route's."""
+    if answer.status != 404:
+        return False
+    try:
+        body = msgspec.json.decode(answer.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return isinstance(body, dict) and (isinstance(body.get("error"), dict) or body.get("object") == "error")

@@ -18,7 +18,19 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 class Engine:
     """One vLLM server. ``address`` is an IP once the name has been resolved, else None."""
 
-    __slots__ = ("address", "api_key", "connector", "inflight", "lease_s", "name", "port", "role", "url")
+    __slots__ = (
+        "abort_port",
+        "address",
+        "api_key",
+        "connector",
+        "inflight",
+        "lease_s",
+        "name",
+        "port",
+        "role",
+        "side_channel_hosts",
+        "url",
+    )
 
     def __init__(
         self,
@@ -29,6 +41,8 @@ class Engine:
         connector: Connector,
         lease_s: float = 30.0,
         api_key: str | None = None,
+        abort_port: int | None = None,
+        side_channel_hosts: Sequence[str] = (),
     ) -> None:
         parts = urlsplit(url)
         self.role = role
@@ -38,6 +52,8 @@ class Engine:
         self.connector = connector
         self.lease_s = lease_s
         self.api_key = api_key
+        self.abort_port = abort_port
+        self.side_channel_hosts = tuple(side_channel_hosts)
         self.inflight = 0
         self.address: str | None = parts.hostname if _is_address(parts.hostname or "") else None
 
@@ -138,6 +154,8 @@ def from_config(settings: config.Config) -> Fleet:
                     connector=connector(entry.connector or fleet.connector),
                     lease_s=entry.lease_s or fleet.lease_s,
                     api_key=key.get_secret_value() if key else None,
+                    abort_port=entry.abort_port,
+                    side_channel_hosts=entry.side_channel_hosts,
                 )
             )
     return Fleet(

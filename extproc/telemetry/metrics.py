@@ -27,6 +27,33 @@ class Metrics:
         self.prefill_attempts = Counter(
             "extproc_prefill_attempts", "Prefill calls by result.", ["result"], registry=registry
         )
+        self.outcomes = Counter(
+            "extproc_stream_outcomes", "How requests ended, by Envoy's access log.", ["outcome"], registry=registry
+        )
+        self.releases = Counter(
+            "extproc_releases",
+            "Handoffs whose blocks had to be freed, by result.",
+            ["connector", "result"],
+            registry=registry,
+        )
+        self.release_seconds = Histogram(
+            "extproc_release_seconds",
+            "From asking for a release to the engine's answer.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.tickets_refused = Counter(
+            "extproc_tickets_refused",
+            "Tickets in the access log that were not acted on.",
+            ["reason"],
+            registry=registry,
+        )
+        self.handoffs_open = Gauge(
+            "extproc_handoffs_open", "Handoffs dispatched and not yet decided.", registry=registry
+        )
+        self.handoffs_expired = Counter(
+            "extproc_handoffs_expired", "Handoffs too old to be sent to a decoder.", registry=registry
+        )
         self.prefill_seconds = Histogram(
             "extproc_prefill_seconds", "Duration of a prefill call.", buckets=_SECONDS, registry=registry
         )
