@@ -1,7 +1,7 @@
 """Tickets: what must be released and where, small enough to travel with the request in Envoy's dynamic metadata.
 
 A ticket comes back in Envoy's access log, to whichever replica gets it. Whoever can write to the log port must not be
-able to make a replica contact hosts or free other requests' blocks, so tickets are signed, and checked against the fleet.
+able to make a replica contact hosts or free other requests' blocks: tickets are signed, and checked against the fleet.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def signer(config: Config) -> TicketSigner:
     if config.release.ticket_key is not None:
         return TicketSigner(config.release.ticket_key.get_secret_value().encode())
     fleet = config.fleet
-    secrets = [
-        engine.api_key.get_secret_value() if engine.api_key else "" for engine in (fleet, *fleet.prefill, *fleet.decode)
-    ]
+    keys = [fleet.api_key, *(engine.api_key for engine in (*fleet.prefill, *fleet.decode))]
+    secrets = [key.get_secret_value() if key else "" for key in keys]
     return TicketSigner(repr((fleet.model_dump(mode="json", exclude={"api_key"}), secrets)).encode())
