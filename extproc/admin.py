@@ -47,12 +47,16 @@ def application(service: Service, why_not_ready: Callable[[], str | None]) -> St
         ]
         return JSONResponse({"engines": listed, "in_flight": service.in_flight})
 
+    async def exchanges(_: Request) -> Response:
+        return JSONResponse({"exchanges": service.recent.list()})
+
     return Starlette(
         routes=[
             Route("/healthz", healthz),
             Route("/readyz", readyz),
             Route("/metrics", metrics),
             Route("/fleet", fleet),
+            Route("/exchanges", exchanges),
         ]
     )
 

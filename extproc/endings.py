@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from extproc.connectors import Handoff
     from extproc.releaseways import ReleaseWays
     from extproc.telemetry.metrics import Metrics
+    from extproc.telemetry.recent import Recent
 
 _REMEMBERED: Final = 100_000
 
@@ -42,12 +43,14 @@ class Endings:
         ways: ReleaseWays,
         releases: ReleaseService,
         metrics: Metrics,
+        recent: Recent,
     ) -> None:
         self._settings = settings
         self._signer = signer
         self._ways = ways
         self._releases = releases
         self._metrics = metrics
+        self._recent = recent
         self._on_their_way: dict[int, Handoff] = {}
         self._settling: dict[int, Handoff] = {}
         self._decided: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -57,9 +60,10 @@ class Endings:
 
     # ── what exchanges tell ───────────────────────────────────────────────────────────────────────────────────────
 
-    def dispatched(self, handoff: Handoff) -> str | None:
+    def dispatched(self, handoff: Handoff, request_id: str) -> str | None:
         """The handoff goes to Envoy; returns the ticket to send along, or None where none would be of use."""
         self._on_their_way[id(handoff)] = handoff
+        self._recent.handed_over(request_id, (handoff.prefiller.endpoint or "", handoff.remote_request_id))
         ticket = ticket_for(handoff)
         return None if ticket is None else self._signer.seal(ticket)
 
@@ -117,6 +121,8 @@ class Endings:
         self._log_seen = True
         ending = classify(entry)
         self._metrics.outcomes.labels(ending.outcome).inc()
+        if request_id := entry.request.request_id:
+            self._recent.note(request_id, **_timings(entry), outcome=ending.outcome.value, phase=ending.phase)
         fields = entry.common_properties.metadata.filter_metadata
         if OWN_NAMESPACE not in fields or self._settings.outcomes_from == "stream":
             return
@@ -153,6 +159,25 @@ class Endings:
             await asyncio.sleep(self._settings.settle_s)
         for task in list(self._logs):
             task.cancel()
+
+
+def _timings(entry: accesslog_pb2.HTTPAccessLogEntry) -> dict[str, Any]:
+    """Milliseconds since the request's start, as Envoy saw them, and where it went."""
+    common = entry.common_properties
+    address = common.upstream_remote_address.socket_address
+    return {
+        "started_at": round(common.start_time.ToMicroseconds() / 1e6, 3),
+        "sent_ms": _milliseconds(common, "time_to_first_upstream_tx_byte"),
+        "first_byte_ms": _milliseconds(common, "time_to_first_upstream_rx_byte"),
+        "last_byte_ms": _milliseconds(common, "time_to_last_upstream_rx_byte"),
+        "ended_ms": _milliseconds(common, "duration"),
+        "upstream": f"{address.address}:{address.port_value}" if address.address else None,
+        "upstream_attempts": common.upstream_request_attempt_count or None,
+    }
+
+
+def _milliseconds(common: accesslog_pb2.AccessLogCommon, name: str) -> float | None:
+    return round(getattr(common, name).ToMicroseconds() / 1000, 1) if common.HasField(name) else None
 
 
 class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):

@@ -16,8 +16,8 @@ import enum
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from extproc import classify, openai, replies
 from extproc.errors import RequestError
@@ -61,6 +61,7 @@ class Exchange:
         self._streamed = False
         self._response_streamed = False
         self._bypass_reason = ""
+        self._reason = ""
         self._request: classify.Request | None = None
         self._chunks: list[bytes] = []
         self._size = 0
@@ -68,8 +69,9 @@ class Exchange:
         self._timings: list[str] = []
         self._fallback = False
         self._closed = False
+        self._failed_attempts: Sequence[str] = ()
         self._started = time.monotonic()
-        self.request_id = ""
+        self.request_id = str(uuid.uuid4())
         self.decision = "none"
         self.prefilled: Prefilled | None = None
         self.status: int | None = None
@@ -120,7 +122,7 @@ class Exchange:
         request = self._request = classify.read_headers(message.request_headers)
         plan = classify.plan(request, self._service.config.routing.paths)
         if isinstance(plan, classify.Pass):
-            self._service.metrics.bypass.labels(plan.reason).inc()
+            self._bypassed(plan.reason)
             await self._pass_on(plan)
             return
         self._bypass_reason = "" if isinstance(plan, classify.Candidate) else plan.reason
@@ -200,15 +202,17 @@ class Exchange:
         # request may pass, but not as a way around the removal of connector params.
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
+        except RecursionError:
+            raise RequestError(400, "json_too_deep", "The request body nests too deeply.") from None
+        except ValueError:
+            return None  # an engine cannot read it either
         if openai.smuggles_connector_keys(value):
             message = "kv_transfer_params are set by the gateway and not accepted from clients."
             raise RequestError(400, "connector_params_not_accepted", message)
         return None
 
     async def _bypass(self, reason: str, body: JsonObject | None, text: bytes, trailers: bool) -> None:
-        self._service.metrics.bypass.labels(reason).inc()
+        self._bypassed(reason)
         destination = self._reserve_decoder()
         self._decided("bypass")
         await self._to_decoder(text, openai.decode_body(body, None) if body else text, destination, trailers)
@@ -228,9 +232,11 @@ class Exchange:
             await self._answer_with(refusal)
             return
         except PrefillFailed as failure:
+            self._failed_attempts = failure.reasons
             self._fall_back(failure, len(text))
         else:
             self.prefilled = prefilled
+            self._failed_attempts = prefilled.failed_attempts
             self.request_id = prefilled.request_id
             params = prefilled.handoff.params
             self._decided("disaggregated")
@@ -260,7 +266,9 @@ class Exchange:
         headers = self._routing_headers(destination)
         changed = body if body is not original else None
         self._state = State.DISPATCHED
-        ticket = self._service.endings.dispatched(self.prefilled.handoff) if self.prefilled else None
+        ticket = None
+        if self.prefilled is not None:
+            ticket = self._service.endings.dispatched(self.prefilled.handoff, self.request_id)
         if self._streamed:
             reply = replies.request_headers(headers, self._spoofed())
             replies.route(reply, destination, ticket)
@@ -302,6 +310,7 @@ class Exchange:
         self._decided("refused")
         self._state = State.ANSWERED
         self.status = error.status
+        self._reason = error.code
         await self._send(replies.error(error))
 
     def close(self, *, let_go: bool = False) -> None:
@@ -316,17 +325,26 @@ class Exchange:
         if self._fallback:
             self._fallback = False
             self._service.return_fallback_slot()
-        log.info(
-            "exchange",
-            request_id=self.request_id or None,
-            decision=self.decision,
-            state=self._state.value,
-            prefiller=self.prefilled.handoff.prefiller.name if self.prefilled else None,
-            decoder=self._decoder.engine.name if self._decoder else None,
-            status=self.status,
-            prefill_ms=round(self.prefilled.seconds * 1000, 1) if self.prefilled else None,
-            total_ms=round((time.monotonic() - self._started) * 1000, 1),
-        )
+        record = self._record()
+        self._service.recent.note(self.request_id, **record)
+        log.info("exchange", request_id=self.request_id, **record)
+
+    def _record(self) -> dict[str, Any]:
+        """What is worth telling of this exchange, for the log and the status page."""
+        client_id = self._request.request_id if self._request else None
+        return {
+            "client_request_id": client_id.decode("latin-1") if client_id else None,
+            "path": self._request.route_path if self._request else None,
+            "decision": self.decision,
+            "reason": self._reason or None,
+            "state": self._state.value,
+            "prefiller": self.prefilled.handoff.prefiller.name if self.prefilled else None,
+            "decoder": self._decoder.engine.name if self._decoder else None,
+            "failed_attempts": list(self._failed_attempts) or None,
+            "status": self.status,
+            "prefill_ms": round(self.prefilled.seconds * 1000, 1) if self.prefilled else None,
+            "total_ms": round((time.monotonic() - self._started) * 1000, 1),
+        }
 
     def _settle(self, handoff: Handoff, let_go: bool) -> None:
         endings = self._service.endings
@@ -338,6 +356,10 @@ class Exchange:
             endings.never_dispatched(handoff)
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _bypassed(self, reason: str) -> None:
+        self._reason = reason
+        self._service.metrics.bypass.labels(reason).inc()
 
     def _decided(self, decision: str) -> None:
         self.decision = decision
@@ -353,7 +375,6 @@ class Exchange:
 
     def _routing_headers(self, destination: str) -> list[Header]:
         """One X-Request-Id line for both legs, and the endpoint-picker's destination."""
-        self.request_id = self.request_id or str(uuid.uuid4())
         return [("x-request-id", self.request_id.encode()), (replies.DESTINATION, destination.encode())]
 
     def _spoofed(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from extproc import openai
@@ -49,6 +49,8 @@ class Prefilled:
     request_id: str
     """The X-Request-Id of the attempt that worked, for the decode leg."""
     seconds: float
+    failed_attempts: Sequence[str] = ()
+    """Why the attempts before this one failed."""
 
 
 class PrefillRefused(Exception):
@@ -113,7 +115,7 @@ class Prefiller:
             outcome = await self._supervised(reservation, request)
             if isinstance(outcome, Prefilled):
                 if not outcome.handoff.expired(time.monotonic()):
-                    return outcome
+                    return replace(outcome, failed_attempts=reasons)
                 # The engine may have recycled the blocks: a decoder would answer 200 with wrong text.
                 self._metrics.handoffs_expired.inc()
                 outcome = "expired"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from extproc.connectors import Handoff
     from extproc.releaseways import ReleaseWays
     from extproc.telemetry.metrics import Metrics
+    from extproc.telemetry.recent import Recent
 
 Result = Literal["released", "refused", "timed_out", "dropped"]
 RESULTS: Final[tuple[Result, ...]] = ("released", "refused", "timed_out", "dropped")
@@ -64,10 +65,11 @@ def ticket_for(handoff: Handoff) -> Ticket | None:
 class ReleaseService:
     """Takes tickets, at most once per handoff, and works them off in the background."""
 
-    def __init__(self, settings: Release, ways: ReleaseWays, metrics: Metrics) -> None:
+    def __init__(self, settings: Release, ways: ReleaseWays, metrics: Metrics, recent: Recent) -> None:
         self._settings = settings
         self._ways = ways
         self._metrics = metrics
+        self._recent = recent
         self._waiting: deque[tuple[Ticket, float]] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._seen: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -150,6 +152,7 @@ class ReleaseService:
         self.accounts.ended[result] += 1
         self._metrics.releases.labels(ticket.connector, result).inc()
         seconds = time.monotonic() - asked_at
+        self._recent.released(ticket.handoff_id, result, seconds)
         if result == "released":
             self._metrics.release_seconds.observe(seconds)
         log.info(

@@ -31,6 +31,7 @@ from extproc.sidechannel import SideChannels
 from extproc.telemetry import logs
 from extproc.telemetry.logs import log
 from extproc.telemetry.metrics import Metrics
+from extproc.telemetry.recent import Recent
 
 ACCESS_LOG = als_pb2.DESCRIPTOR.services_by_name["AccessLogService"].full_name
 EXT_PROC = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
@@ -66,6 +67,7 @@ class Server:
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         config = self.config
         metrics = Metrics()
+        recent = Recent()
         fleet = engines.from_config(config)
         client = await stack.enter_async_context(
             EngineClient(
@@ -77,10 +79,10 @@ class Server:
         channels = SideChannels()
         stack.push_async_callback(channels.aclose)
         ways = ReleaseWays(config.release, fleet, client, channels)
-        self.releases = ReleaseService(config.release, ways, metrics)
-        self._endings = Endings(config.release, ticket.signer(config), ways, self.releases, metrics)
+        self.releases = ReleaseService(config.release, ways, metrics, recent)
+        self._endings = Endings(config.release, ticket.signer(config), ways, self.releases, metrics, recent)
         self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched)
-        self.service = Service(config, fleet, self._prefiller, self._endings, metrics)
+        self.service = Service(config, fleet, self._prefiller, self._endings, metrics, recent)
         self._health = health.aio.HealthServicer()
         await self._set_health(_NOT_SERVING)
         await stack.enter_async_context(self._grpc_server())

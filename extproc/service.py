@@ -17,6 +17,7 @@ from extproc.fleet.engines import Engine, Fleet, Reservation
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from extproc.prefill import Prefilled, Prefiller, PrefillRequest
 from extproc.telemetry.metrics import Metrics
+from extproc.telemetry.recent import Recent
 
 _LET_GO_MARGIN_S = 0.5
 
@@ -24,11 +25,14 @@ _LET_GO_MARGIN_S = 0.5
 class Service:
     """One process's shared state. Nothing in it has to survive the process."""
 
-    def __init__(self, config: Config, fleet: Fleet, prefiller: Prefiller, endings: Endings, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, fleet: Fleet, prefiller: Prefiller, endings: Endings, metrics: Metrics, recent: Recent
+    ) -> None:
         self.config = config
         self.endings = endings
         self.fleet = fleet
         self.metrics = metrics
+        self.recent = recent
         self._prefiller = prefiller
         self._open: dict[Exchange, asyncio.Task[None]] = {}
         self._closed = asyncio.Event()

@@ -1,0 +1,45 @@
+"""The last exchanges, pieced together from what exchanges, Envoy's access log and releases tell of them."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any, Final
+
+_KEPT: Final = 500
+
+
+class Recent:
+    """A bounded record of requests, newest last. Holds ids, engines, durations and reasons, never contents."""
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
+        self._records: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._handoffs: dict[tuple[str, str], str] = {}
+
+    def note(self, request_id: str, **fields: Any) -> None:
+        """Add what is now known of a request. The sources report in any order."""
+        record = self._records.get(request_id)
+        if record is None:
+            record = self._records[request_id] = {"request_id": request_id, "noted_at": round(time.time(), 3)}
+            if len(self._records) > self._kept:
+                _, oldest = self._records.popitem(last=False)
+                self._handoffs.pop(oldest.get("_handoff", ("", "")), None)
+        record.update(fields)
+
+    def handed_over(self, request_id: str, handoff_id: tuple[str, str]) -> None:
+        """Tie a handoff to its request, so that its release can be told."""
+        self.note(request_id, _handoff=handoff_id)
+        self._handoffs[handoff_id] = request_id
+
+    def released(self, handoff_id: tuple[str, str], result: str, seconds: float) -> None:
+        """A release has ended. Handoffs of other replicas are not known here."""
+        if (request_id := self._handoffs.get(handoff_id)) is not None:
+            self.note(request_id, release=result, release_ms=round(seconds * 1000, 1))
+
+    def list(self) -> list[dict[str, Any]]:
+        """JSON-ready records, newest first."""
+        return [
+            {key: value for key, value in record.items() if not key.startswith("_")}
+            for record in reversed(self._records.values())
+        ]
