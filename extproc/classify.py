@@ -43,6 +43,11 @@ class Request:
     """Steering headers that the client sent."""
 
     @property
+    def client_id(self) -> str | None:
+        """The client's X-Request-Id as text."""
+        return self.request_id.decode("latin-1") if self.request_id else None
+
+    @property
     def route_path(self) -> str:
         """The path without its query."""
         return self.path.partition("?")[0]

@@ -120,6 +120,10 @@ class Exchange:
         self._adopt_mode(message)
         self._service.admit()
         request = self._request = classify.read_headers(message.request_headers)
+        recent = self._service.recent
+        recent.note(self.request_id, client_request_id=request.client_id, path=request.route_path)
+        if request.client_id:  # Envoy's log knows a request that ends before our reply by this id only
+            recent.alias(request.client_id, self.request_id)
         plan = classify.plan(request, self._service.config.routing.paths)
         if isinstance(plan, classify.Pass):
             self._bypassed(plan.reason)
@@ -227,7 +231,9 @@ class Exchange:
         started = time.monotonic()
         params: bytes | None = None
         try:
-            prefilled = await self._service.prefill(PrefillRequest(request.path, request.headers, body))
+            prefilled = await self._service.prefill(
+                PrefillRequest(request.path, request.headers, body, self.request_id)
+            )
         except PrefillRefused as refusal:
             await self._answer_with(refusal)
             return
@@ -237,7 +243,9 @@ class Exchange:
         else:
             self.prefilled = prefilled
             self._failed_attempts = prefilled.failed_attempts
-            self.request_id = prefilled.request_id
+            if prefilled.request_id != self.request_id:
+                self._service.recent.alias(prefilled.request_id, self.request_id)
+                self.request_id = prefilled.request_id
             params = prefilled.handoff.params
             self._decided("disaggregated")
         self._timings.append(f"prefill;dur={(time.monotonic() - started) * 1000:.1f}")
@@ -318,6 +326,8 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        if self.decision == "none":
+            self._decided("client_left")
         if self.prefilled is not None:
             self._settle(self.prefilled.handoff, let_go)
         if self._decoder is not None:
@@ -326,14 +336,14 @@ class Exchange:
             self._fallback = False
             self._service.return_fallback_slot()
         record = self._record()
-        self._service.recent.note(self.request_id, **record)
-        log.info("exchange", request_id=self.request_id, **record)
+        self._service.recent.note(**record)
+        log.info("exchange", **record)
 
     def _record(self) -> dict[str, Any]:
         """What is worth telling of this exchange, for the log and the status page."""
-        client_id = self._request.request_id if self._request else None
         return {
-            "client_request_id": client_id.decode("latin-1") if client_id else None,
+            "request_id": self.request_id,
+            "client_request_id": self._request.client_id if self._request else None,
             "path": self._request.route_path if self._request else None,
             "decision": self.decision,
             "reason": self._reason or None,

@@ -39,6 +39,8 @@ class PrefillRequest:
     path: str
     headers: Sequence[Header]
     body: JsonObject
+    request_id: str
+    """X-Request-Id of the first attempt; every further one gets its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class Prefiller:
                     reasons.append("no_engine")
                 break
             tried.append(reservation.engine)
-            outcome = await self._supervised(reservation, request)
+            request_id = request.request_id if len(tried) == 1 else str(uuid.uuid4())
+            outcome = await self._supervised(reservation, request, request_id)
             if isinstance(outcome, Prefilled):
                 if not outcome.handoff.expired(time.monotonic()):
                     return replace(outcome, failed_attempts=reasons)
@@ -122,11 +125,11 @@ class Prefiller:
             reasons.append(outcome)
         raise PrefillFailed(reasons)
 
-    async def _supervised(self, reservation: Reservation, request: PrefillRequest) -> Prefilled | str:
+    async def _supervised(self, reservation: Reservation, request: PrefillRequest, request_id: str) -> Prefilled | str:
         """One attempt within its time. The reservation lasts as long as the engine is really at work."""
         started = time.monotonic()
         call = Call()
-        attempt = asyncio.create_task(self._attempt(reservation.engine, request, call), name="prefill")
+        attempt = asyncio.create_task(self._attempt(reservation.engine, request, request_id, call), name="prefill")
         attempt.add_done_callback(lambda _: reservation.release())
         result = "cancelled"
         try:
@@ -149,9 +152,8 @@ class Prefiller:
             self._metrics.prefill_attempts.labels(result).inc()
             self._metrics.prefill_seconds.observe(time.monotonic() - started)
 
-    async def _attempt(self, engine: Engine, request: PrefillRequest, call: Call) -> Prefilled | str:
+    async def _attempt(self, engine: Engine, request: PrefillRequest, request_id: str, call: Call) -> Prefilled | str:
         """One call. Returns the reason, a short metric label, where another engine should be tried."""
-        request_id = str(uuid.uuid4())
         started = time.monotonic()
         try:
             answer = await self._client.post(

@@ -15,17 +15,31 @@ class Recent:
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
         self._records: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._aliases: dict[str, str] = {}
         self._handoffs: dict[tuple[str, str], str] = {}
 
     def note(self, request_id: str, **fields: Any) -> None:
         """Add what is now known of a request. The sources report in any order."""
+        request_id = self._aliases.get(request_id, request_id)
         record = self._records.get(request_id)
         if record is None:
             record = self._records[request_id] = {"request_id": request_id, "noted_at": round(time.time(), 3)}
             if len(self._records) > self._kept:
-                _, oldest = self._records.popitem(last=False)
-                self._handoffs.pop(oldest.get("_handoff", ("", "")), None)
+                self._forget(*self._records.popitem(last=False))
         record.update(fields)
+
+    def alias(self, other_id: str, request_id: str) -> None:
+        """Take reports under ``other_id`` for this request: the client's own id, or a later attempt's."""
+        request_id = self._aliases.get(request_id, request_id)
+        if other_id != request_id and request_id in self._records:
+            self._aliases[other_id] = request_id
+            self._records[request_id].setdefault("_aliases", []).append(other_id)
+
+    def _forget(self, request_id: str, record: dict[str, Any]) -> None:
+        for alias in record.get("_aliases", ()):
+            if self._aliases.get(alias) == request_id:  # clients use an id again
+                del self._aliases[alias]
+        self._handoffs.pop(record.get("_handoff", ("", "")), None)
 
     def handed_over(self, request_id: str, handoff_id: tuple[str, str]) -> None:
         """Tie a handoff to its request, so that its release can be told."""

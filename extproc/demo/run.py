@@ -1,0 +1,129 @@
+"""Starts the stack, runs the scenarios and tells, in a terminal, what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from extproc.demo.scenarios import SCENARIOS, ScenarioFailed, Shown
+from extproc.demo.stack import EngineKind, Stack
+from extproc.errors import ExtprocError
+
+# Slow enough to watch, fast enough not to bore: 300 µs a prompt token, 5 ms an answer token.
+_SIM_ARGUMENTS = ("--prefill-us-per-token", "300", "--decode-ms-per-token", "5", "--blocks", "512")
+
+
+def run(*, once: bool, kind: EngineKind) -> None:
+    """Exits the process: 0 when every scenario went as it should."""
+    try:
+        sys.exit(asyncio.run(_demo(Console(), once=once, kind=kind)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+async def _demo(console: Console, *, once: bool, kind: EngineKind) -> int:
+    engines = 2 if kind == "sim" else 1
+    with tempfile.TemporaryDirectory(prefix="extproc-demo-") as folder:
+        try:
+            with console.status("starting") as status:
+                stack = Stack(
+                    Path(folder),
+                    prefill=engines,
+                    decode=engines,
+                    kind=kind,
+                    engine_arguments=_SIM_ARGUMENTS,
+                    progress=lambda text: status.update(f"{text} …"),
+                )
+                await stack.__aenter__()
+        except ExtprocError as error:
+            console.print(f"[red]{error}[/]")
+            return 1
+        try:
+            return await _show(console, stack, once=once)
+        finally:
+            await stack.__aexit__(None, None, None)
+
+
+async def _show(console: Console, stack: Stack, *, once: bool) -> int:
+    _introduce(console, stack)
+    failures = 0
+    table = _table()
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        for number, scenario in enumerate(SCENARIOS, 1):
+            if scenario.simulated_only and stack.kind != "sim":
+                continue
+            with console.status(scenario.title):
+                try:
+                    shown = await scenario.run(stack, client)
+                except (ScenarioFailed, httpx.HTTPError, TimeoutError) as error:
+                    failures += 1
+                    text = str(error) or type(error).__name__
+                    table.add_row(str(number), f"{scenario.title}\n[red]✗ {escape(text)}[/]")
+                else:
+                    table.add_row(str(number), *_row(shown))
+    console.print(table)
+    console.print("[red]something is wrong: see ✗ above[/]" if failures else "[green]all as it should be[/]")
+    if not once:
+        await _stay(console, stack)
+    return 1 if failures else 0
+
+
+def _introduce(console: Console, stack: Stack) -> None:
+    names = {role: ", ".join(e.name for e in stack.engines if e.role == role) for role in ("prefill", "decode")}
+    console.print(
+        f"client ──▶ Envoy    {stack.url}\n"
+        f"           ├─ ext_proc ──▶ extproc  {stack.admin_url} ── prefill leg ──▶ {names['prefill']}\n"
+        f"           └─ decode leg, tokens ──▶ {names['decode']}   (KV blocks: decoder ◀─ prefiller)\n",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _table() -> Table:
+    table = Table(title="what happened to each request", show_lines=True)
+    table.add_column("#", no_wrap=True)
+    table.add_column("request", min_width=28, overflow="fold")
+    for column in ("prefill", "decode", "first byte", "total", "outcome"):
+        table.add_column(column, no_wrap=column != "outcome", overflow="fold")
+    return table
+
+
+def _row(shown: Shown) -> list[str]:
+    record = shown.record
+
+    def text(key: str) -> str:
+        value: Any = record.get(key)
+        return "–" if value is None else str(value)
+
+    outcome = record.get("outcome") or record.get("decision") or "–"
+    if record.get("release"):
+        outcome += f", {record['release']} in {record['release_ms']} ms"
+    prefill = f"{text('prefiller')}\n{text('prefill_ms')} ms" if record.get("prefiller") else "–"
+    cells = [prefill, text("decoder"), *(f"{text(key)} ms" for key in ("first_byte_ms", "ended_ms"))]
+    return [f"{shown.title}\n[green]✓[/] [dim]{shown.verdict}[/]", *cells, outcome]
+
+
+async def _stay(console: Console, stack: Stack) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    console.print(
+        "\nIt stays up. Try it, and stop it with Ctrl-C:\n\n"
+        f"  curl -N {stack.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        '    -d \'{"model": "tiny", "stream": true, "max_tokens": 40, '
+        '"messages": [{"role": "user", "content": "hello"}]}\'\n\n'
+        f"  curl {stack.admin_url}/exchanges     # what happened to it\n",
+        highlight=False,
+        markup=False,
+    )
+    await stop.wait()
