@@ -239,6 +239,9 @@ class AscendConnector:
                 raise TransferError(f"{len(blocks)} blocks wanted, {len(remote)} offered")
             contents = await agent.read(remote[len(remote) - len(blocks) :])
         except (TransferError, TypeError, LookupError) as error:
+            # A prefiller that comes back on the same ports has another transfer engine.
+            if (gone := self._agents.pop(listeners(params)[0], None)) is not None:
+                await gone.close()
             raise LoadFailed(str(error)) from error
         for block, content in zip(blocks, contents, strict=True):
             self.engine.pool.fill(block, content)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -131,6 +132,12 @@ class SimEngine:
 
     def _reset_next(self) -> bool:
         return self.failures.take_connection() is not None
+
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+        """Wait until something holds, like ``lambda: not engine.pinned``. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110 (what is waited for lies in many places, none of which is an event)
+                await asyncio.sleep(0.002)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
