@@ -62,7 +62,7 @@ HANDOFF_BYTES = 960 * 1024
 """What the service may add to the largest body. Less than the 1 MiB by which its gRPC messages may exceed that body."""
 
 _TIMEOUT_MARGIN_S = 15.0
-_CLIENT_STALL_S = 60.0
+_RECEIVE_S = 300.0
 
 
 def render(config: Config) -> str:
@@ -109,7 +109,7 @@ def _connection_manager(config: Config) -> hcm.HttpConnectionManager:
         http_protocol_options=core.Http1ProtocolOptions(accept_http_10=True),
         stream_idle_timeout=timedelta(0),
         request_headers_timeout=timedelta(seconds=10),
-        request_timeout=timedelta(seconds=config.prefill.budget_s + _CLIENT_STALL_S),
+        request_timeout=timedelta(seconds=_RECEIVE_S),
         upgrade_configs=[hcm.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket", enabled=False)],
         route_config=_routes(config),
         http_filters=[
@@ -141,13 +141,21 @@ def _client_headers_removed() -> early.HeaderMutation:
 
 
 def _external_processor(config: Config) -> ext_proc.ExternalProcessor:
+    header, body = ext_proc.ProcessingModeHeaderSendMode, ext_proc.ProcessingModeBodySendMode
     return ext_proc.ExternalProcessor(
         grpc_service=core.GrpcService(
             envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=SERVICE),
             retry_policy=core.RetryPolicy(retry_on="connect-failure,refused-stream", num_retries=2),
         ),
         failure_mode_allow=config.envoy.fail_open,
-        processing_mode=_processing_mode(ext_proc.ProcessingModeBodySendMode.BUFFERED),
+        processing_mode=ext_proc.ProcessingMode(
+            request_header_mode=header.SEND,
+            request_body_mode=body.BUFFERED,
+            request_trailer_mode=header.SKIP,
+            response_header_mode=header.SEND,
+            response_body_mode=body.NONE,
+            response_trailer_mode=header.SKIP,
+        ),
         allow_mode_override=True,
         message_timeout=timedelta(seconds=config.envoy.message_timeout_s),
         max_message_timeout=timedelta(seconds=config.prefill.budget_s + _TIMEOUT_MARGIN_S),
@@ -158,26 +166,11 @@ def _external_processor(config: Config) -> ext_proc.ExternalProcessor:
     )
 
 
-def _processing_mode(request_body: ext_proc.ProcessingModeBodySendMode) -> ext_proc.ProcessingMode:
-    header, body = ext_proc.ProcessingModeHeaderSendMode, ext_proc.ProcessingModeBodySendMode
-    return ext_proc.ProcessingMode(
-        request_header_mode=header.SEND,
-        request_body_mode=request_body,
-        request_trailer_mode=header.SKIP,
-        response_header_mode=header.SEND,
-        response_body_mode=body.NONE,
-        response_trailer_mode=header.SKIP,
-    )
-
-
 def _routes(config: Config) -> route.RouteConfiguration:
     retry = route.RetryPolicy(
         retry_on="connect-failure",
         num_retries=config.routing.decode_choices - 1,
         retry_back_off=route.RetryPolicyRetryBackOff(base_interval=timedelta(seconds=0.01)),
-    )
-    upgrade = ext_proc.ExtProcPerRoute(
-        overrides=ext_proc.ExtProcOverrides(processing_mode=_processing_mode(ext_proc.ProcessingModeBodySendMode.NONE))
     )
 
     def to_decoders(**more: Any) -> route.RouteAction:
@@ -197,7 +190,6 @@ def _routes(config: Config) -> route.RouteConfiguration:
                         name="realtime",
                         match=route.RouteMatch(path=REALTIME_PATH),
                         route=to_decoders(upgrade_configs=[websocket]),
-                        typed_per_filter_config={"envoy.filters.http.ext_proc": AnyMessage.pack(upgrade)},
                     ),
                     route.Route(name="all", match=route.RouteMatch(prefix="/"), route=to_decoders()),
                 ],

@@ -28,20 +28,16 @@ COMMENTS: Final[Mapping[str, str]] = {
     "accept_http_10": "HTTP/1.0 clients are answered 426 otherwise.",
     "stream_idle_timeout": "A long generation may be silent for minutes: no limit between two bytes.",
     "request_timeout": """
-        For receiving the whole request, until it is sent on to a decoder: so it has to cover the prefill as well as a
-        slow client.
+        For receiving a whole request: a client that stalls in mid-body does not hold a buffer for ever.
     """,
     "envoy.filters.network.http_connection_manager/typed_config/upgrade_configs": """
-        WebSocket is for one path; see the route.
+        No upgrades (403) but where a route allows them.
     """,
     "engines/request_body_buffer_limit": """
         The largest request body (limits.body_bytes), and room for the KV transfer parameters that the service adds.
         The service itself refuses bodies above its limit, Envoy those above this one: 413 from either.
     """,
-    "engines/routes/realtime": """
-        A WebSocket's bytes are no request body: waiting for their end would hang the handshake. So no body for the
-        service here (NONE is the default, and not shown).
-    """,
+    "engines/routes/realtime": "The one path on which a WebSocket may be opened.",
     "engines/routes/all": "Everything, disaggregated or not, goes to the decoders; the service says to which one.",
     "engines/routes/all/route/retry_policy": """
         Only a refused connection is tried again, at the next decoder of the service's list. Whatever may have reached
@@ -63,7 +59,10 @@ COMMENTS: Final[Mapping[str, str]] = {
     "mutation_rules": """
         The service changes neither pseudo headers (path, method, host) nor x-envoy-*; trying is an error.
     """,
-    "allow_mode_override": "The service may wave a request through without its body, for uploads and the like.",
+    "allow_mode_override": """
+        The service may let a request pass without its body: uploads, which would be too large to hold, and WebSockets,
+        whose bytes never end.
+    """,
     "receiving_namespaces": """
         Metadata of other namespaces is dropped without a word. envoy.lb says which decoder, extproc carries the ticket
         that the access log brings back.
