@@ -1,0 +1,297 @@
+"""The service between a real Envoy and recording engines.
+
+::
+
+    async with Gateway.started({"prefill": {"on_failure": "decode"}}) as gateway:
+        gateway.prefillers[0].respond = lambda _: Answer(500)
+        response = await gateway.post({"model": "m", "prompt": "hi"})
+        decode = await gateway.decoders[0].request()
+
+The service runs in the test's own event loop, or as a process (``service="process"``) where a test ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import httpx
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from extproc.bootstrap import render
+from extproc.config import build
+from extproc.processes import EnvoyProcess, Process, envoy_process, free_port
+from extproc.server import Server
+from tests.support.engines import Answer, RecordedRequest, StubEngine, answer_decode, answer_prefill
+
+HOST: Final = "127.0.0.1"
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+CHAT_BODY: Final = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
+
+Settings = Mapping[str, Mapping[str, Any]]
+Change = Callable[[dict[str, Any]], None]
+"""Edits the parsed bootstrap in place."""
+
+_RELEASE_MODEL: Final = "extproc-release"
+_RELEASE_ANSWER: Final = Answer.json({"error": {"message": "The model does not exist.", "code": 404}}, status=404)
+
+
+class Decoder(StubEngine):
+    """A recording decoder. Requests that only free blocks (a model no engine has) are answered as vLLM does and kept
+    apart in ``releases``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("decode", **options)
+        self.releases: list[RecordedRequest] = []
+
+    async def record(self, request: RecordedRequest) -> None:
+        if not _is_release(request):
+            await super().record(request)
+            return
+        async with self._changed:
+            self.releases.append(request)
+            self._changed.notify_all()
+
+    async def answer(self, request: RecordedRequest) -> Answer:
+        return _RELEASE_ANSWER if _is_release(request) else await super().answer(request)
+
+
+def _is_release(request: RecordedRequest) -> bool:
+    return request.target == COMPLETIONS and _RELEASE_MODEL.encode() in request.body
+
+
+class Gateway:
+    """Made by :meth:`started`. ``url`` is Envoy's, ``admin_url`` the service's admin port."""
+
+    def __init__(self) -> None:
+        self.prefillers: list[StubEngine] = []
+        self.decoders: list[Decoder] = []
+        self.url = ""
+        self.admin_url = ""
+        self.grpc_address = ""
+        self.server: Server | None = None
+        """The service, where it runs inside."""
+        self.process: Process | None = None
+        """The service, where it is a process."""
+        self.envoy: EnvoyProcess
+        self.client: httpx.AsyncClient
+        self.directory: Path
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(
+        cls,
+        settings: Settings | None = None,
+        *,
+        prefill: int = 2,
+        decode: int = 2,
+        service: Literal["inside", "process"] = "inside",
+        change: Change | None = None,
+    ) -> AsyncIterator[Self]:
+        """``settings`` is merged over the configuration that fits the engines, section by section."""
+        async with contextlib.AsyncExitStack() as stack:
+            gateway = cls()
+            gateway.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="extproc-test-")))
+            for _ in range(prefill):
+                gateway.prefillers.append(await stack.enter_async_context(StubEngine("prefill")))
+            for _ in range(decode):
+                gateway.decoders.append(await stack.enter_async_context(Decoder()))
+            values = gateway._values(settings or {})
+            if service == "inside":
+                await gateway._start_inside(stack, values)
+            else:
+                await gateway._start_process(stack, values)
+            await gateway._start_envoy(stack, values, change)
+            gateway.client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=20, limits=httpx.Limits())
+            )
+            yield gateway
+
+    def _values(self, settings: Settings) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "grpc": {"listen": f"{HOST}:0"},
+            "admin": {"listen": f"{HOST}:0"},
+            "fleet": {
+                "prefill": [{"url": engine.url, "name": f"prefill-{n}"} for n, engine in enumerate(self.prefillers, 1)],
+                "decode": [{"url": engine.url, "name": f"decode-{n}"} for n, engine in enumerate(self.decoders, 1)],
+            },
+            "routing": {"prefill_policy": "round_robin", "decode_policy": "round_robin"},
+            "life": {"notice_s": 0.0, "drain_s": 5.0},
+            "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0"},
+        }
+        for section, keys in settings.items():
+            values[section] = {**values.get(section, {}), **keys}
+        return values
+
+    async def _start_inside(self, stack: contextlib.AsyncExitStack, values: dict[str, Any]) -> None:
+        self.server = await stack.enter_async_context(Server(build(values)))
+        self.admin_url = f"http://{HOST}:{self.server.admin_port}"
+        self.grpc_address = f"{HOST}:{self.server.grpc_port}"
+        await until(lambda: self.server is not None and self.server.why_not_ready() is None)
+
+    async def _start_process(self, stack: contextlib.AsyncExitStack, values: dict[str, Any]) -> None:
+        self.process, self.grpc_address, self.admin_url = self.service_process("extproc", values)
+        await stack.enter_async_context(self.process)
+
+    def service_process(self, name: str, values: Mapping[str, Any]) -> tuple[Process, str, str]:
+        """``extproc serve`` with these values, not started yet; its gRPC address and admin URL."""
+        grpc, admin = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
+        file = self.directory / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({**values, "grpc": {"listen": grpc}, "admin": {"listen": admin}}))
+        command = [sys.executable, "-m", "extproc", "serve", "--config", str(file)]
+        log = self.directory / f"{name}.log"
+        return Process(command, log=log, name=name, ready=f"http://{admin}/readyz"), grpc, f"http://{admin}"
+
+    async def _start_envoy(
+        self, stack: contextlib.AsyncExitStack, values: dict[str, Any], change: Change | None
+    ) -> None:
+        bootstrap = render(build({**values, "envoy": {**values["envoy"], "extproc": self.grpc_address}}))
+        if change is not None:
+            parsed = yaml.safe_load(bootstrap)
+            change(parsed)
+            bootstrap = yaml.safe_dump(parsed)
+        self.envoy = await stack.enter_async_context(
+            envoy_process(bootstrap, directory=self.directory / "envoy", concurrency=1)
+        )
+        await self.envoy_sees(self.grpc_address)
+        self.url = f"http://{(await self.envoy.listeners())['gateway']}"
+
+    async def envoy_sees(self, address: str, *, healthy: bool = True) -> None:
+        """Wait until Envoy's health check has found the service at that address as it is."""
+
+        async def seen() -> bool:
+            clusters = await self.envoy.clusters()
+            return clusters["extproc"].get(address) is healthy
+
+        await until_async(seen)
+
+    # ---- requests ----
+
+    async def post(
+        self, body: bytes | Mapping[str, Any] = CHAT_BODY, path: str = CHAT, **options: Any
+    ) -> httpx.Response:
+        """A JSON request through Envoy. Bytes go as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"} | options.pop("headers", {})
+        return await self.client.post(path, content=content, headers=headers, **options)
+
+    async def raw(self, request: bytes, timeout_s: float = 10.0) -> bytes:
+        """Send bytes on a connection of their own; everything that comes back until Envoy closes it."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(request)
+            async with asyncio.timeout(timeout_s):
+                return await reader.read()
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    # ---- what came of them ----
+
+    @property
+    def prefills(self) -> list[RecordedRequest]:
+        """All requests that prefillers got."""
+        return [request for engine in self.prefillers for request in engine.requests]
+
+    @property
+    def decodes(self) -> list[RecordedRequest]:
+        """All requests that decoders got, but for releases."""
+        return [request for engine in self.decoders for request in engine.requests]
+
+    async def exchange(self, request_id: str, until_key: str = "outcome") -> dict[str, Any]:
+        """The service's record of the request with that client's X-Request-Id, once it has ``until_key``."""
+        found: list[dict[str, Any]] = []
+
+        async def known() -> bool:
+            answer = await self._admin("/exchanges")
+            found[:] = [
+                record
+                for record in json.loads(answer)["exchanges"]
+                if record.get("client_request_id") == request_id and until_key in record
+            ]
+            return bool(found)
+
+        await until_async(known)
+        return found[0]
+
+    async def counts(self, name: str) -> dict[str, int]:
+        """A counter's (or gauge's) values that are not 0, by its label's value; "" where it has none."""
+        families = text_string_to_metric_families(await self._admin("/metrics"))
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return {",".join(sample.labels.values()): int(sample.value) for sample in samples if sample.value}
+
+    async def _admin(self, path: str) -> str:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return (await client.get(f"{self.admin_url}{path}")).raise_for_status().text
+
+    async def settled(self) -> None:
+        """Wait until nothing of any request is left: streams, reservations, open handoffs. Raises TimeoutError."""
+
+        async def nothing_left() -> bool:
+            fleet = json.loads(await self._admin("/fleet"))
+            loads = [engine["inflight"] for engine in fleet["engines"]]
+            return fleet["in_flight"] == 0 and not any(loads) and not await self.counts("extproc_handoffs_open")
+
+        await until_async(nothing_left)
+
+    async def reset(self) -> None:
+        """Engines as new, for the next test."""
+        for engine in (*self.prefillers, *self.decoders):
+            engine.respond = answer_prefill if engine.role == "prefill" else answer_decode
+            engine.hang = False
+            engine.close_on_nth = None
+            await engine.refuse()  # drops what a test left open
+            await engine.listen()
+            engine.requests.clear()
+            engine.probes.clear()
+            engine.answered = engine.disconnects = engine.connections = 0
+        for decoder in self.decoders:
+            decoder.releases.clear()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something of this process. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    """Wait for something that has to be asked for. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def within(seconds: float, awaitable: Awaitable[Any]) -> Any:
+    """The result, which must come in less than that time."""
+    started = time.monotonic()
+    result = await awaitable
+    taken = time.monotonic() - started
+    assert taken < seconds, f"took {taken:.2f} s"
+    return result
+
+
+def add_service_instance(address: str) -> Change:
+    """One more endpoint of the service's cluster."""
+
+    def change(bootstrap: dict[str, Any]) -> None:
+        (cluster,) = [c for c in bootstrap["static_resources"]["clusters"] if c["name"] == "extproc"]
+        host, port = address.rsplit(":", 1)
+        endpoints: Sequence[dict[str, Any]] = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        endpoints.append(  # type: ignore[attr-defined]
+            {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
+        )
+
+    return change
