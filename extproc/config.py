@@ -11,7 +11,7 @@ import ipaddress
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
@@ -96,11 +96,79 @@ class Engine(Section):
     """Sent as a bearer token where the client sent no Authorization, and on requests that the service makes itself."""
     abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A nixl prefiller that loads extproc's vLLM plugin: the port its rank 0 listens on for aborts."""
+    models: list[str] | None = None
+    """The models it serves; by default what its /v1/models says."""
+    group: str = ""
+    """Prefillers hand over to decoders of the same group only."""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Data-parallel ranks behind this URL; requests are spread over them with X-data-parallel-rank."""
+    max_inflight: Annotated[int, Field(ge=1)] | None = None
+    """Overrides ``fleet.max_inflight``."""
+    drain: bool = False
+    """No new work; what runs may finish."""
     side_channel_hosts: list[str] = []
     """Further addresses of the same prefiller's side channels (other nodes of a multi-node engine)."""
 
 
-class Fleet(Section):
+class EngineLists(Section):
+    """The engines by role: in the configuration, and in a watched file (``fleet.file``)."""
+
+    prefill: list[Engine] = []
+    decode: list[Engine] = []
+
+    @model_validator(mode="after")
+    def _listed_once(self) -> Self:
+        for role, engines in (("prefill", self.prefill), ("decode", self.decode)):
+            for key in ("url", "name"):
+                seen: set[str] = set()
+                for engine in engines:
+                    value = getattr(engine, key)
+                    if value is not None and value in seen:
+                        raise ValueError(f"{role}: {value} is listed twice")
+                    seen.add(value)
+        return self
+
+
+class Dns(Section):
+    """Engines behind a DNS name, such as a headless Kubernetes service: one for each address or SRV target."""
+
+    role: Literal["prefill", "decode"]
+    name: Annotated[str, Field(min_length=1)]
+    type: Literal["address", "srv"] = "address"
+    """``address``: A and AAAA records and ``port``; ``srv``: SRV records, which name the ports."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    scheme: Literal["http", "https"] = "http"
+    connector: ConnectorName | None = None
+    lease_s: Positive | None = None
+    api_key: SecretStr | None = None
+    abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    models: list[str] | None = None
+    group: str = ""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    max_inflight: Annotated[int, Field(ge=1)] | None = None
+
+
+class Health(Section):
+    """Probes of the engines."""
+
+    interval_s: Positive = 2.0
+    timeout_s: Positive = 1.0
+    path: str = "/health"
+    unhealthy_after: Annotated[int, Field(ge=1)] = 2
+    """Failed probes in a row (no answer, or 5xx) that stop new work; one good probe brings an engine back."""
+
+
+class Outlier(Section):
+    """Ejection of engines whose requests fail."""
+
+    consecutive: Annotated[int, Field(ge=1)] = 3
+    """Failed requests in a row that eject an engine."""
+    base_s: Positive = 1.0
+    """For how long, the first time; twice as long each further time in a row."""
+    max_s: Positive = 30.0
+
+
+class Fleet(EngineLists):
     connector: ConnectorName = "nixl"
     """How engine pairs move KV blocks, unless an engine says otherwise."""
     lease_s: Positive = 30.0
@@ -108,9 +176,25 @@ class Fleet(Section):
     api_key: SecretStr | None = None
     """The engines' key (vLLM's --api-key), unless an engine has its own."""
     resolve_s: Positive = 5.0
-    """How often engine names are looked up again."""
-    prefill: list[Engine] = []
-    decode: Annotated[list[Engine], Field(min_length=1)]
+    """How often engine names are looked up again; DNS discovery follows the records' TTL, but not faster than 1 s."""
+    file: Path | None = None
+    """A YAML file with ``prefill`` and ``decode`` lists, read again whenever it changes. A bad file changes nothing."""
+    dns: list[Dns] = []
+    """Names to discover engines by."""
+    dns_servers: list[str] = []
+    """``host:port`` of the DNS servers for ``dns``; the system's own by default."""
+    health: Health = Health()
+    outlier: Outlier = Outlier()
+    scrape_s: Annotated[float, Field(ge=0)] = 1.0
+    """How often each engine's ``/metrics`` is read for its load; 0 turns it off."""
+    max_inflight: dict[Literal["prefill", "decode"], Annotated[int, Field(ge=1)]] = {}
+    """Cap of requests from this process on an engine, by role, unless the engine has its own."""
+
+    @model_validator(mode="after")
+    def _has_decoders(self) -> Self:
+        if not (self.decode or self.file or any(entry.role == "decode" for entry in self.dns)):
+            raise ValueError("decode: required, unless `file` or `dns` provide decode engines")
+        return self
 
 
 class Fallback(Section):
@@ -122,6 +206,17 @@ class Fallback(Section):
     """How many may run as a fallback at once."""
 
 
+class Admission(Section):
+    """The queue in front of the prefillers, for when all are at their cap (``fleet.max_inflight``)."""
+
+    queue: Annotated[int, Field(ge=0)] = 1024
+    """Requests that may wait; more get 429 with Retry-After."""
+    max_wait_s: Positive = 10.0
+    """A request that has waited so long gets 503 with Retry-After."""
+    fair_by: str = "authorization"
+    """Clients with different values of this header take turns; those with the same one queue up."""
+
+
 class Prefill(Section):
     timeout_s: Positive = 60.0
     """For one attempt, from sending to the full answer."""
@@ -131,6 +226,7 @@ class Prefill(Section):
     on_failure: Literal["error", "decode"] = "error"
     """``error``: 503 (504 after a timeout). ``decode``: the decoder prefills, within ``fallback``."""
     fallback: Fallback = Fallback()
+    admission: Admission = Admission()
     cancel: Literal["auto", "disconnect", "finish"] = "auto"
     """What a client's hang-up does to a running prefill; ``auto`` takes what the connector says is safe."""
     max_connections: Annotated[int, Field(ge=1)] = 4096
@@ -139,18 +235,20 @@ class Prefill(Section):
 
     @property
     def budget_s(self) -> float:
-        """The longest that all attempts together may take."""
-        return self.timeout_s * self.attempts
+        """The longest that waiting for a prefiller and all attempts may take together."""
+        return self.timeout_s * self.attempts + self.admission.max_wait_s
 
 
-PolicyName = Literal["round_robin", "least_inflight"]
+PolicyName = Literal["round_robin", "least_inflight", "least_loaded", "power_of_two", "prefix_affinity"]
 
 
 class Routing(Section):
     paths: list[str] = ["/v1/chat/completions", "/v1/completions"]
     """Exact paths that are disaggregated; all others go to a decoder untouched."""
-    prefill_policy: PolicyName = "least_inflight"
-    decode_policy: PolicyName = "least_inflight"
+    prefill_policy: PolicyName = "least_loaded"
+    decode_policy: PolicyName = "least_loaded"
+    affinity_bytes: Annotated[int, Field(ge=64)] = 2048
+    """``prefix_affinity``: requests whose prompts begin with the same bytes, so many of them, go to the same engine."""
     min_prompt_bytes: Annotated[int, Field(ge=0)] = 0
     """Requests with a smaller body skip the prefiller."""
     decode_choices: Annotated[int, Field(ge=1, le=16)] = 3
@@ -248,17 +346,6 @@ class Config(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return env_settings, init_settings
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Config:
-        seen: dict[str, str] = {}
-        for role, engines in (("prefill", self.fleet.prefill), ("decode", self.fleet.decode)):
-            for engine in engines:
-                name = f"{role} {engine.name or engine.url}"
-                if name in seen:
-                    raise ValueError(f"fleet.{role}: {engine.name or engine.url} is listed twice")
-                seen[name] = engine.url
-        return self
 
 
 def load(path: Path | str) -> Config:

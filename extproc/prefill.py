@@ -15,7 +15,8 @@ from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailab
 
 if TYPE_CHECKING:
     from extproc.config import Config
-    from extproc.fleet.engines import Engine, Fleet, Reservation
+    from extproc.fleet.engines import Engine, Reservation
+    from extproc.fleet.fleet import Fleet
     from extproc.jsonobject import JsonObject
     from extproc.telemetry.metrics import Metrics
 

@@ -12,7 +12,8 @@ from extproc.enginehttp import EngineAnswer, EngineClient, EngineUnavailable
 
 if TYPE_CHECKING:
     from extproc.config import Release
-    from extproc.fleet.engines import Engine, Fleet
+    from extproc.fleet.engines import Engine
+    from extproc.fleet.fleet import Fleet
     from extproc.sidechannel import SideChannels
 
 _FIRST_BACKOFF_S: Final = 0.1
@@ -54,7 +55,7 @@ class ReleaseWays:
 
     def prefiller(self, endpoint: str) -> Engine | None:
         """The fleet's prefiller at ``ip:port``."""
-        return next((engine for engine in self._fleet.engines("prefill") if engine.endpoint == endpoint), None)
+        return self._fleet.prefiller_at(endpoint)
 
     def abort_port(self, prefiller: str) -> int | None:
         """The port of extproc's vLLM plugin on this prefiller, where it has one."""

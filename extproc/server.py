@@ -21,6 +21,7 @@ from extproc.enginehttp import EngineClient
 from extproc.errors import ConfigError
 from extproc.fleet import engines
 from extproc.fleet.discovery import Resolver
+from extproc.fleet.fleet import Fleet, policies
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2, external_processor_pb2_grpc
 from extproc.prefill import Prefiller
@@ -68,7 +69,8 @@ class Server:
         config = self.config
         metrics = Metrics()
         recent = Recent()
-        fleet = engines.from_config(config)
+        fleet = Fleet(config.fleet, policies(config))
+        fleet.update("configuration", engines.specs(config.fleet, config.fleet))
         client = await stack.enter_async_context(
             EngineClient(
                 connect_timeout_s=config.prefill.connect_timeout_s,

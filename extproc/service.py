@@ -13,7 +13,8 @@ from extproc.config import Config
 from extproc.endings import Endings
 from extproc.errors import RequestError
 from extproc.exchange import Exchange
-from extproc.fleet.engines import Engine, Fleet, Reservation
+from extproc.fleet.engines import Engine, Reservation
+from extproc.fleet.fleet import Fleet
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from extproc.prefill import Prefilled, Prefiller, PrefillRequest
 from extproc.telemetry.metrics import Metrics
@@ -82,7 +83,7 @@ class Service:
             raise RequestError(503, "overloaded", "The gateway is at its limit.", headers={"retry-after": "1"})
 
     def reserve(self, engine: Engine) -> Reservation:
-        return Reservation(engine)
+        return self.fleet.reserve_engine(engine)
 
     async def prefill(self, request: PrefillRequest) -> Prefilled:
         """Raises PrefillRefused or PrefillFailed."""

@@ -1,66 +1,124 @@
-"""Engines and the fleet they form, with what this process has reserved on each."""
+"""Engines: what each is, how it is doing, and what this process has reserved on it."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 from extproc import config
 from extproc.connectors import Connector, connector
-from extproc.picking import Policy, policy
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An engine as a source of the fleet describes it: configuration, watched file or DNS."""
+
+    role: Role
+    url: str
+    name: str
+    connector: Connector
+    lease_s: float = 30.0
+    api_key: str | None = field(default=None, repr=False)
+    abort_port: int | None = None
+    side_channel_hosts: tuple[str, ...] = ()
+    models: frozenset[str] | None = None
+    """The models it serves; None: whatever its ``/v1/models`` says, and any until that is known."""
+    group: str = ""
+    data_parallel_size: int = 1
+    max_inflight: int | None = None
+    drain: bool = False
+    address: str | None = None
+    """Its IP where the source knows it (DNS discovery); otherwise it is looked up from the URL."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Load as the engine's own ``/metrics`` told it, and what of it was ours then."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_usage: float = 0.0
+    """0 to 1."""
+    foreign: int = 0
+    """Requests that this process had not sent: other replicas' and direct ones."""
+    at: float = float("-inf")
+    """``time.monotonic()`` of the scrape."""
+
+
 class Engine:
-    """One vLLM server. ``address`` is an IP once the name has been resolved, else None."""
+    """One vLLM server. ``spec`` may be replaced while it lives; its counters and its health stay."""
 
     __slots__ = (
-        "abort_port",
         "address",
-        "api_key",
-        "connector",
+        "drained",
+        "health",
+        "host",
         "inflight",
-        "lease_s",
-        "name",
+        "known_models",
+        "picked",
         "port",
-        "role",
-        "side_channel_hosts",
-        "url",
+        "report",
+        "reserved_tokens",
+        "spec",
+        "tls",
     )
 
-    def __init__(
-        self,
-        *,
-        role: Role,
-        url: str,
-        name: str | None = None,
-        connector: Connector,
-        lease_s: float = 30.0,
-        api_key: str | None = None,
-        abort_port: int | None = None,
-        side_channel_hosts: Sequence[str] = (),
-    ) -> None:
-        parts = urlsplit(url)
-        self.role = role
-        self.url = url
-        self.name = name or parts.netloc
-        self.port: int = parts.port or (443 if parts.scheme == "https" else 80)
-        self.connector = connector
-        self.lease_s = lease_s
-        self.api_key = api_key
-        self.abort_port = abort_port
-        self.side_channel_hosts = tuple(side_channel_hosts)
+    def __init__(self, spec: Spec) -> None:
+        parts = urlsplit(spec.url)
+        self.spec = spec
+        self.host: str = parts.hostname or ""
+        """The host of the URL, a name or an address without brackets."""
+        self.tls = parts.scheme == "https"
+        self.port: int = parts.port or (443 if self.tls else 80)
+        self.address: str | None = spec.address or (self.host if is_address(self.host) else None)
+        """An IP once the name has been resolved, else None."""
         self.inflight = 0
-        self.address: str | None = parts.hostname if _is_address(parts.hostname or "") else None
+        self.reserved_tokens = 0
+        self.picked = 0
+        self.drained = False
+        """Taken out by an operator through the admin port; ``spec.drain`` is the source's word."""
+        self.health = Health()
+        self.report = Report()
+        self.known_models: frozenset[str] | None = None
 
     @property
-    def host(self) -> str:
-        """The host of the URL, a name or an address without brackets."""
-        return urlsplit(self.url).hostname or ""
+    def role(self) -> Role:
+        return self.spec.role
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def connector(self) -> Connector:
+        return self.spec.connector
+
+    @property
+    def lease_s(self) -> float:
+        return self.spec.lease_s
+
+    @property
+    def api_key(self) -> str | None:
+        return self.spec.api_key
+
+    @property
+    def abort_port(self) -> int | None:
+        return self.spec.abort_port
+
+    @property
+    def side_channel_hosts(self) -> tuple[str, ...]:
+        return self.spec.side_channel_hosts
 
     @property
     def endpoint(self) -> str | None:
@@ -69,69 +127,113 @@ class Engine:
             return None
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
+    @property
+    def pairing(self) -> tuple[str, str]:
+        """Engines hand over within one pairing only: the same group and the same connector."""
+        return self.spec.group, self.spec.connector.name
+
+    @property
+    def draining(self) -> bool:
+        """No new work; what runs may finish."""
+        return self.drained or self.spec.drain
+
+    @property
+    def full(self) -> bool:
+        """At its cap of requests from this process."""
+        return self.spec.max_inflight is not None and self.inflight >= self.spec.max_inflight
+
+    def serves(self, model: str | None) -> bool:
+        models = self.spec.models if self.spec.models is not None else self.known_models
+        return model is None or models is None or model in models
+
+    def foreign_load(self, now: float, stale_s: float) -> int:
+        """Requests on it that are not ours, by a report that is not older than ``stale_s``."""
+        return self.report.foreign if now - self.report.at <= stale_s else 0
+
     def __repr__(self) -> str:
         return f"<Engine {self.role} {self.name}>"
+
+
+class Health:
+    """Two views of one engine: ``/health`` probes, and how its requests went (passive ejection).
+
+    An engine whose requests fail ``consecutive`` times in a row is ejected for ``base_s``, twice as long each time in a
+    row up to ``max_s``. When the time is up one request goes there on trial: it decides.
+    """
+
+    __slots__ = ("_ejections", "_failures", "_on_trial", "ejected_until", "probe_failures", "probed_ok", "reason")
+
+    def __init__(self) -> None:
+        self.probed_ok: bool | None = None
+        """None before the first probe has settled; such an engine may be picked."""
+        self.probe_failures = 0
+        self.ejected_until = 0.0
+        """``time.monotonic()``; 0 when the engine is not ejected."""
+        self.reason = ""
+        self._failures = 0
+        self._ejections = 0
+        self._on_trial = False
+
+    def ejected(self, now: float) -> bool:
+        """Whether requests should go elsewhere: its time is not up, or another request is on trial there."""
+        return self.ejected_until > 0 and (now < self.ejected_until or self._on_trial)
+
+    def picked(self, now: float) -> None:
+        if self.ejected_until and now >= self.ejected_until:
+            self._on_trial = True
+
+    def succeeded(self) -> bool:
+        """A request went well. Returns whether that ended an ejection."""
+        was_ejected = self.ejected_until > 0
+        self._failures = self._ejections = 0
+        self.ejected_until = 0.0
+        self._on_trial = False
+        return was_ejected
+
+    def undecided(self) -> None:
+        """A request ended without telling anything of the engine (its client left)."""
+        self._on_trial = False
+
+    def failed(self, reason: str, settings: config.Outlier, now: float) -> bool:
+        """A request failed for a reason that is the engine's. Returns whether the engine is ejected by that."""
+        self._failures += 1
+        on_trial, self._on_trial = self._on_trial, False
+        if self._failures < settings.consecutive and not on_trial:
+            return False
+        self._failures = 0
+        self.reason = reason
+        self.ejected_until = now + min(settings.max_s, settings.base_s * 2**self._ejections)
+        self._ejections += 1
+        return True
 
 
 class Reservation:
     """A share of an engine's load, given back exactly once however often :meth:`release` is called."""
 
-    __slots__ = ("_held", "engine")
+    __slots__ = ("_held", "_on_release", "engine", "tokens")
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokens: int = 0, on_release: Callable[[], None] | None = None) -> None:
         self.engine = engine
+        self.tokens = tokens
         self._held = True
+        self._on_release = on_release
         engine.inflight += 1
+        engine.picked += 1
+        engine.reserved_tokens += tokens
+        engine.health.picked(time.monotonic())
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
-            self.engine.inflight -= 1
+        if not self._held:
+            return
+        self._held = False
+        self.engine.inflight -= 1
+        self.engine.reserved_tokens -= self.tokens
+        if self._on_release is not None:
+            self._on_release()
 
 
-class Fleet:
-    """All engines by role. Picking and reserving is one step, so a burst never sees the same stale load."""
-
-    def __init__(self, engines: Sequence[Engine], policies: dict[Role, Policy]) -> None:
-        self._engines: dict[Role, list[Engine]] = {r: [e for e in engines if e.role == r] for r in ROLES}
-        self._policies = policies
-        self._turns: dict[Role, int] = dict.fromkeys(ROLES, 0)
-
-    def engines(self, role: Role) -> Sequence[Engine]:
-        return self._engines[role]
-
-    def ready(self, role: Role) -> bool:
-        """Whether any engine of the role could be picked now."""
-        return any(_usable(engine) for engine in self._engines[role])
-
-    def preferences(
-        self, role: Role, *, exclude: Collection[Engine] = (), where: Callable[[Engine], bool] | None = None
-    ) -> list[Engine]:
-        """The usable engines, best first."""
-        candidates = [
-            engine
-            for engine in self._engines[role]
-            if _usable(engine) and engine not in exclude and (where is None or where(engine))
-        ]
-        if not candidates:
-            return []
-        turn = self._turns[role]
-        self._turns[role] = turn + 1
-        return self._policies[role](candidates, turn)
-
-    def reserve(
-        self, role: Role, *, exclude: Collection[Engine] = (), where: Callable[[Engine], bool] | None = None
-    ) -> Reservation | None:
-        """Pick the best engine and count it as loaded, in one step. None where there is no engine to pick."""
-        best = self.preferences(role, exclude=exclude, where=where)
-        return Reservation(best[0]) if best else None
-
-
-def _usable(engine: Engine) -> bool:
-    return engine.address is not None
-
-
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether a host is an IP address, without brackets."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -139,26 +241,28 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def from_config(settings: config.Config) -> Fleet:
-    """The static fleet of a configuration."""
-    fleet = settings.fleet
-    engines = []
-    for role, listed in (("prefill", fleet.prefill), ("decode", fleet.decode)):
-        for entry in listed:
+def specs(fleet: config.Fleet, listed: config.EngineLists) -> list[Spec]:
+    """The engines that a configuration or a watched file lists, with the fleet's defaults filled in."""
+    found = []
+    roles: tuple[tuple[Role, Sequence[config.Engine]], ...] = (("prefill", listed.prefill), ("decode", listed.decode))
+    for role, entries in roles:
+        for entry in entries:
             key = entry.api_key or fleet.api_key
-            engines.append(
-                Engine(
-                    role=role,  # type: ignore[arg-type]
+            found.append(
+                Spec(
+                    role=role,
                     url=entry.url,
-                    name=entry.name,
+                    name=entry.name or urlsplit(entry.url).netloc,
                     connector=connector(entry.connector or fleet.connector),
                     lease_s=entry.lease_s or fleet.lease_s,
                     api_key=key.get_secret_value() if key else None,
                     abort_port=entry.abort_port,
-                    side_channel_hosts=entry.side_channel_hosts,
+                    side_channel_hosts=tuple(entry.side_channel_hosts),
+                    models=frozenset(entry.models) if entry.models is not None else None,
+                    group=entry.group,
+                    data_parallel_size=entry.data_parallel_size,
+                    max_inflight=entry.max_inflight or fleet.max_inflight.get(role),
+                    drain=entry.drain,
                 )
             )
-    return Fleet(
-        engines,
-        {"prefill": policy(settings.routing.prefill_policy), "decode": policy(settings.routing.decode_policy)},
-    )
+    return found

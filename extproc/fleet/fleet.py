@@ -1,0 +1,169 @@
+"""The fleet: all engines, who of them can take work, and the one step that picks and reserves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+from extproc import config
+from extproc.fleet.engines import ROLES, Engine, Reservation, Role, Spec
+from extproc.picking import ANYTHING, Need, Policy, policy
+from extproc.telemetry.logs import log
+
+Listener = Callable[[], None]
+Where = Callable[[Engine], bool]
+
+_KEPT_AFTER_REMOVAL_S: Final = 600.0
+
+
+class Fleet:
+    """Engines by role. Everything here is synchronous: a burst of picks never sees the same stale load.
+
+    Sources (configuration, watched file, DNS) each replace their own engines with :meth:`update`.
+    """
+
+    def __init__(self, settings: config.Fleet, policies: dict[Role, Policy]) -> None:
+        self.settings = settings
+        self._policies = policies
+        self._engines: dict[tuple[Role, str], Engine] = {}
+        self._sources: dict[str, dict[tuple[Role, str], Spec]] = {}
+        self._retired: dict[Engine, float] = {}
+        self._turns: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self._on_change: list[Listener] = []
+        self._on_release: list[Listener] = []
+
+    # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def update(self, source: str, specs: Iterable[Spec]) -> None:
+        """The engines that a source knows now. An engine that stays keeps its load, its health and its address."""
+        self._sources[source] = {(spec.role, spec.url): spec for spec in specs}
+        wanted: dict[tuple[Role, str], Spec] = {}
+        for known in self._sources.values():
+            wanted.update(known)
+        for key in [key for key in self._engines if key not in wanted]:
+            engine = self._engines.pop(key)
+            self._retired[engine] = time.monotonic()
+            log.info("engine removed", engine=engine.name, role=engine.role)
+        for key, spec in wanted.items():
+            if (known_engine := self._engines.get(key)) is None:
+                self._engines[key] = Engine(spec)
+                log.info("engine added", engine=spec.name, role=spec.role)
+            elif known_engine.spec != spec:
+                known_engine.address = spec.address or known_engine.address
+                known_engine.spec = spec
+        self.changed()
+
+    def on_change(self, listener: Listener) -> None:
+        """Call ``listener`` after engines came, went, drained or got another address."""
+        self._on_change.append(listener)
+
+    def on_release(self, listener: Listener) -> None:
+        """Call ``listener`` whenever a reservation is given back."""
+        self._on_release.append(listener)
+
+    def changed(self) -> None:
+        for listener in self._on_change:
+            listener()
+
+    def engines(self, role: Role | None = None) -> list[Engine]:
+        return [engine for engine in self._engines.values() if role is None or engine.role == role]
+
+    def prefiller_at(self, endpoint: str) -> Engine | None:
+        """The prefiller at ``ip:port``, one that has left lately included: its blocks may still have to be freed."""
+        found = self._at("prefill", endpoint, self._engines.values())
+        if found is None:
+            now = time.monotonic()
+            self._retired = {e: at for e, at in self._retired.items() if now - at < _KEPT_AFTER_REMOVAL_S}
+            found = self._at("prefill", endpoint, self._retired)
+        return found
+
+    def decoder_at(self, endpoint: str) -> Engine | None:
+        """The decoder at ``ip:port``."""
+        return self._at("decode", endpoint, self._engines.values())
+
+    @staticmethod
+    def _at(role: Role, endpoint: str, engines: Iterable[Engine]) -> Engine | None:
+        return next((engine for engine in engines if engine.role == role and engine.endpoint == endpoint), None)
+
+    def drain(self, name: str, drained: bool) -> bool:
+        """An operator takes every engine of this name out, or back in. False where there is none."""
+        named = [engine for engine in self._engines.values() if engine.name == name]
+        for engine in named:
+            engine.drained = drained
+            log.info("engine drained" if drained else "engine undrained", engine=name, role=engine.role)
+        if named:
+            self.changed()
+        return bool(named)
+
+    # ── picking ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def usable(self, role: Role, need: Need = ANYTHING) -> list[Engine]:
+        """Engines that can take this work, busy ones included.
+
+        Failed requests alone never take the last engine out: where all that probes find healthy are ejected, all of
+        them are used.
+        """
+        now = time.monotonic()
+        alive = [
+            engine
+            for engine in self._engines.values()
+            if engine.role == role
+            and engine.address is not None
+            and not engine.draining
+            and engine.health.probed_ok is not False
+            and engine.serves(need.model)
+            and (need.subset is None or engine.endpoint in need.subset)
+        ]
+        return [engine for engine in alive if not engine.health.ejected(now)] or alive
+
+    def ready(self, role: Role) -> bool:
+        """Whether any engine of the role could be picked now."""
+        return bool(self.usable(role))
+
+    def preferences(
+        self, role: Role, need: Need = ANYTHING, *, exclude: Collection[Engine] = (), where: Where | None = None
+    ) -> list[Engine]:
+        """The usable engines that are below their cap, best first."""
+        candidates = [
+            engine
+            for engine in self.usable(role, need)
+            if not engine.full and engine not in exclude and (where is None or where(engine))
+        ]
+        if len(candidates) <= 1:
+            return candidates
+        turn = self._turns[role]
+        self._turns[role] = turn + 1
+        return self._policies[role](candidates, turn, need)
+
+    def reserve(
+        self, role: Role, need: Need = ANYTHING, *, exclude: Collection[Engine] = (), where: Where | None = None
+    ) -> Reservation | None:
+        """Pick the best engine and count it as loaded, in one step. None where there is no engine to pick."""
+        best = self.preferences(role, need, exclude=exclude, where=where)
+        return self.reserve_engine(best[0], need) if best else None
+
+    def reserve_engine(self, engine: Engine, need: Need = ANYTHING) -> Reservation:
+        return Reservation(engine, need.tokens, self._released)
+
+    def _released(self) -> None:
+        for listener in self._on_release:
+            listener()
+
+    def pairings(self, engines: Sequence[Engine]) -> set[tuple[str, str]]:
+        return {engine.pairing for engine in engines}
+
+    # ── what requests tell of engines ─────────────────────────────────────────────────────────────────────────────
+
+    def succeeded(self, engine: Engine) -> None:
+        if engine.health.succeeded():
+            log.info("engine back", engine=engine.name, role=engine.role)
+
+    def failed(self, engine: Engine, reason: str) -> None:
+        if engine.health.failed(reason, self.settings.outlier, time.monotonic()):
+            log.warning("engine ejected", engine=engine.name, role=engine.role, reason=reason)
+
+
+def policies(settings: config.Config) -> dict[Role, Policy]:
+    """The picking policy of each role."""
+    return {"prefill": policy(settings.routing.prefill_policy), "decode": policy(settings.routing.decode_policy)}
