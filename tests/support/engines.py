@@ -105,9 +105,13 @@ def answer_prefill(request: RecordedRequest) -> Answer:
 
 
 def answer_decode(request: RecordedRequest) -> Answer:
-    """A completion, streamed if the request asks for it."""
+    """A completion, streamed if the request asks for it; 400 for a body that is no JSON."""
     completion_id = f"chatcmpl-{request.header('x-request-id') or ''}"
-    if request.body and request.json().get("stream"):
+    try:
+        stream = request.json().get("stream")
+    except ValueError as problem:
+        return Answer.json({"error": {"message": str(problem), "code": 400}}, status=400)
+    if stream:
         return Answer.stream(
             *({"id": completion_id, "choices": [{"index": 0, "delta": {"content": text}}]} for text in ("a", "b", "c"))
         )

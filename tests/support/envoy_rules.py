@@ -116,7 +116,7 @@ def mutate_headers(headers: Headers, mutation: ext_proc.HeaderMutation, side: Si
 def _checked(option: HeaderValueOption, side: Side, streamed: bool) -> tuple[str, str]:
     key, raw = option.header.key.lower(), option.header.raw_value
     if not key:
-        raise ProtocolViolation("a header without a name")
+        raise ProtocolViolation("a header without a name: spoils the request for the upstream")
     if option.header.value:
         raise ProtocolViolation(f"{key}: `value` is filled; Envoy reads `raw_value` and would set {raw!r}")
     if option.HasField("append"):

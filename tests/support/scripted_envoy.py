@@ -243,7 +243,7 @@ class Exchange:
             raise ProtocolViolation("the service does not end its side of a stream that is over") from None
         if left:
             members = ", ".join(reply.WhichOneof("response") or "nothing" for reply in left)
-            raise ProtocolViolation(f"replies that nothing waits for: {members}", 500, "spurious_message")
+            raise ProtocolViolation(f"replies that nothing waits for: {members}")
         if self.stream.code is not grpc.StatusCode.OK:
             assert self.stream.code is not None
             raise StreamFailed("the stream ended with an error", self.stream.code, self.stream.details)

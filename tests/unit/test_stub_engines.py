@@ -150,12 +150,15 @@ class TestAnswers:
         gates = [asyncio.Event() for _ in range(3)]
         answer = Answer.stream({"n": 0}, {"n": 1})
         answer.between_events = lambda number: gates[number].wait()  # type: ignore[assignment, return-value]
-        async with StubEngine("decode", respond=lambda _: answer) as engine, httpx.AsyncClient() as client:
-            async with client.stream("POST", engine.url + CHAT) as response:
-                chunks = response.aiter_raw()
-                for gate, expected in zip(gates, (b'{"n": 0}', b'{"n": 1}', b"[DONE]"), strict=True):
-                    gate.set()
-                    assert await anext(chunks) == b"data: " + expected + b"\n\n"
+        async with (
+            StubEngine("decode", respond=lambda _: answer) as engine,
+            httpx.AsyncClient() as client,
+            client.stream("POST", engine.url + CHAT) as response,
+        ):
+            chunks = response.aiter_raw()
+            for gate, expected in zip(gates, (b'{"n": 0}', b'{"n": 1}', b"[DONE]"), strict=True):
+                gate.set()
+                assert await anext(chunks) == b"data: " + expected + b"\n\n"
 
     async def test_fault_of_a_respond_fails_the_test(self) -> None:
         def respond(_: RecordedRequest) -> Answer:
