@@ -106,36 +106,36 @@ def annotate(text: str, comments: Mapping[str, str]) -> str:
     """
     root = yaml.compose(text)
     above = {
-        line: (column, comment)
-        for path, line, column in (_places(root, "") if root else ())
+        line: comment
+        for path, line in (_places(root, "") if root else ())
         for suffix, comment in comments.items()
         if f"/{path}".endswith(f"/{suffix}")
     }
     lines = []
     for number, line in enumerate(text.splitlines()):
         if number in above:
-            column, comment = above[number]
-            prefix = " " * column + "# "
-            lines += textwrap.wrap(" ".join(comment.split()), 118, initial_indent=prefix, subsequent_indent=prefix)
+            prefix = " " * (len(line) - len(line.lstrip(" "))) + "# "
+            lines += textwrap.wrap(
+                " ".join(above[number].split()), 118, initial_indent=prefix, subsequent_indent=prefix
+            )
         lines.append(line)
     return "\n".join(lines) + "\n"
 
 
-def _places(node: yaml.Node, path: str) -> Iterator[tuple[str, int, int]]:
-    """``(path, line, column)`` of every key, and of every named element (its dash)."""
+def _places(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
+    """``(path, line)`` of every key and of every named element."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = f"{path}/{key.value}" if path else key.value
-            yield here, key.start_mark.line, key.start_mark.column
+            yield here, key.start_mark.line
             yield from _places(value, here)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             name = _name_of(item)
-            if name is None:
-                yield from _places(item, path)
-            else:
-                yield f"{path}/{name}", item.start_mark.line, node.start_mark.column
-                yield from _places(item, f"{path}/{name}")
+            here = path if name is None else f"{path}/{name}"
+            if name is not None:
+                yield here, item.start_mark.line
+            yield from _places(item, here)
 
 
 def _name_of(node: yaml.Node) -> str | None:
