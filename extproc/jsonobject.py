@@ -5,7 +5,7 @@ Nothing but the keys that an edit names changes: numbers keep their spelling, ke
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -13,7 +13,16 @@ import msgspec
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_key = msgspec.json.Decoder(str).decode
-_WHITESPACE: Final = b" \t\n\r"
+_encode = msgspec.json.Encoder().encode
+
+_KEY: Final = re.compile(rb'[ \t\n\r]*+("(?:[^"\\]++|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+')
+_SEPARATOR: Final = re.compile(rb"[ \t\n\r]*+([,}])")
+
+# No request has that many; beyond it, bytes between the members are given up for speed.
+_MAX_MEMBERS_WALKED: Final = 256
+
+_Span = tuple[str, int, int, int]
+"""A member's key, and the offsets of its start, of its value, and of its end."""
 
 
 class NotAnObject(ValueError):
@@ -21,20 +30,23 @@ class NotAnObject(ValueError):
 
 
 class BadJson(ValueError):
-    """The text is not JSON by RFC 8259. (Python's json module, which engines use, may still accept it.)"""
+    """The text is not JSON in UTF-8, or escapes half a surrogate pair.
+
+    Engines parse with Python's json module, which takes more: NaN, lone surrogates, a BOM, UTF-16 and UTF-32.
+    """
 
 
 class TooDeep(BadJson):
-    """The text nests deeper than the parser goes (about 1,000 levels)."""
+    """The text nests deeper than the interpreter's recursion limit allows (about 1,000 levels)."""
 
 
 class JsonObject:
-    """A parsed JSON object: ``members`` maps each key to the bytes of its value (the last one, where a key repeats)."""
+    """A parsed JSON object: ``members`` maps each key to the text of its value (the last one, where a key repeats)."""
 
     __slots__ = ("_spans", "members", "text")
 
     def __init__(self, text: bytes) -> None:
-        """Raises BadJson or NotAnObject. Values are checked for syntax, not for UTF-8."""
+        """Raises BadJson (TooDeep) or NotAnObject. Keys must be UTF-8; in values only the syntax is checked."""
         try:
             self.members: dict[str, msgspec.Raw] = _decode_members(text)
         except msgspec.ValidationError as error:
@@ -44,7 +56,7 @@ class JsonObject:
         except RecursionError:
             raise TooDeep("nested too deeply") from None
         self.text = text
-        self._spans: list[tuple[str, int, int, int]] | bool | None = False
+        self._spans: list[_Span] | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self.members
@@ -57,14 +69,14 @@ class JsonObject:
     def edited(self, edits: Mapping[str, bytes | None]) -> bytes:
         """The text with some members replaced (bytes: the new value, added at the end where absent) or dropped (None).
 
-        Where a key repeats in the text, each key is written once, with its last value, as engines read it.
+        Where a key repeats in the text, each key is written once, with its last value, as engines read it; such a text
+        keeps the bytes of its values only, as does one with hundreds of members.
         """
-        if self._spans is False:
+        if self._spans is None:
             self._spans = self._walk()
-        if not self._spans:  # repeated keys, or no members at all
+        if not self._spans:
             return self._rebuilt(edits)
-        view = memoryview(self.text)
-        spans: list[tuple[str, int, int, int]] = self._spans  # type: ignore[assignment]
+        view, spans = memoryview(self.text), self._spans
         parts: list[bytes | memoryview] = [view[: spans[0][1]]]
         kept = False
         end_before = spans[0][1]
@@ -81,57 +93,44 @@ class JsonObject:
             end_before = end
         for key, new in edits.items():
             if new is not None and key not in self.members:
-                parts += (b"," if kept else b"", json.dumps(key).encode(), b":", new)
+                parts += (b"," if kept else b"", _encode(key), b":", new)
                 kept = True
         parts.append(view[end_before:])
         return b"".join(parts)
 
     def _rebuilt(self, edits: Mapping[str, bytes | None]) -> bytes:
-        members: dict[str, bytes | msgspec.Raw | None] = {**self.members, **edits}
-        return b"{" + b",".join(_member(key, value) for key, value in members.items() if value is not None) + b"}"
+        members = dict(self.members)
+        for key, new in edits.items():
+            if new is None:
+                members.pop(key, None)
+            else:
+                members[key] = msgspec.Raw(new)
+        return _encode(members)
 
-    def _walk(self) -> list[tuple[str, int, int, int]] | None:
-        """Each member's (key, start, start of the value, end), or None where a key repeats.
+    def _walk(self) -> list[_Span]:
+        """Where each member stands in the text; empty where a key repeats, or where there are too many.
 
         The decoder has already validated the text and knows every value's length, so a walk only steps over keys and
-        values: its cost does not grow with the size of the values.
+        values.
         """
-        text, spans, seen = self.text, [], set()
-        position = _skip(text, _skip(text, 0) + 1)
-        while text[position] != 0x7D:  # }
-            start = position
-            closing = text.index(b'"', start + 1)
-            while _escaped(text, closing):
-                closing = text.index(b'"', closing + 1)
-            token = text[start : closing + 1]
+        if len(self.members) > _MAX_MEMBERS_WALKED:
+            return []
+        text, spans, seen = self.text, list[_Span](), set[str]()
+        position, last = text.index(b"{") + 1, not self.members
+        while not last:
+            found = _KEY.match(text, position)
+            assert found is not None  # as the decoder has found
+            token = found[1]
             key = _decode_key(token) if b"\\" in token else token[1:-1].decode()
-            value_start = _skip(text, _skip(text, closing + 1) + 1)
+            value_start = found.end()
             raw = bytes(self.members[key])
             end = value_start + len(raw)
             if key in seen or not text.startswith(raw, value_start):
-                return None
-            position = _skip(text, end)
-            if text[position] not in b",}":
-                return None
+                return []
+            separator = _SEPARATOR.match(text, end)
+            if separator is None:  # a repeated key's last value happens to begin like this one: 1, 12
+                return []
             seen.add(key)
-            spans.append((key, start, value_start, end))
-            if text[position] == 0x2C:  # ,
-                position = _skip(text, position + 1)
+            spans.append((key, found.start(1), value_start, end))
+            position, last = separator.end(), separator[1] == b"}"
         return spans
-
-
-def _member(key: str, value: bytes | msgspec.Raw) -> bytes:
-    return json.dumps(key).encode() + b":" + bytes(value)
-
-
-def _skip(text: bytes, position: int) -> int:
-    while text[position] in _WHITESPACE:
-        position += 1
-    return position
-
-
-def _escaped(text: bytes, quote: int) -> bool:
-    backslashes = 0
-    while text[quote - 1 - backslashes] == 0x5C:
-        backslashes += 1
-    return backslashes % 2 == 1
