@@ -371,7 +371,7 @@ def build(values: dict[str, Any], *, source: str = "configuration") -> Config:
     try:
         config = Config(**values)
     except ValidationError as error:
-        problems += [_explain(detail) for detail in error.errors(include_url=False, include_input=False)]
+        problems += explain(error)
     except (TypeError, ValueError) as error:  # a bad JSON value in the environment, or a key that is no string
         problems.append(str(error))
     if problems:
@@ -385,6 +385,11 @@ def _unknown_environment(environment: os._Environ[str]) -> Iterator[str]:
         section, nested, _ = name.removeprefix(ENV_PREFIX).partition(ENV_NESTING)
         if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
             yield f"environment variable {name}: there is no section {section.lower()!r}"
+
+
+def explain(error: ValidationError) -> list[str]:
+    """One line for each key at fault. Values are not shown: they may be secrets."""
+    return [_explain(detail) for detail in error.errors(include_url=False, include_input=False)]
 
 
 def _explain(detail: Any) -> str:

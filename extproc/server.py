@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
 from typing import Self
 
@@ -21,8 +21,12 @@ from extproc.enginehttp import EngineClient
 from extproc.errors import ConfigError
 from extproc.fleet import engines
 from extproc.fleet.discovery import Resolver
+from extproc.fleet.eds import EndpointDiscovery
 from extproc.fleet.fleet import Fleet, policies
+from extproc.fleet.monitor import Monitor
+from extproc.fleet.sources import DnsSource, FileSource
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+from extproc.pb.envoy.service.endpoint.v3 import eds_pb2, eds_pb2_grpc
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2, external_processor_pb2_grpc
 from extproc.prefill import Prefiller
 from extproc.release import ReleaseService
@@ -35,6 +39,7 @@ from extproc.telemetry.metrics import Metrics
 from extproc.telemetry.recent import Recent
 
 ACCESS_LOG = als_pb2.DESCRIPTOR.services_by_name["AccessLogService"].full_name
+EDS = eds_pb2.DESCRIPTOR.services_by_name["EndpointDiscoveryService"].full_name
 EXT_PROC = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 HEALTH_NAMES = ("", EXT_PROC)
 
@@ -93,10 +98,16 @@ class Server:
             self.admin_port = await stack.enter_async_context(admin.serving(app, config.admin.listen))
         stack.push_async_callback(self._cancel_background)
         resolver = Resolver(fleet, config.fleet.resolve_s)
-        self._background = [
-            asyncio.create_task(resolver.run(), name="resolver"),
-            asyncio.create_task(self._serve_when_ready(), name="readiness"),
-        ]
+        runners: dict[str, Awaitable[None]] = {
+            "resolver": resolver.run(),
+            "monitor": Monitor(fleet).run(),
+            "readiness": self._serve_when_ready(),
+        }
+        if config.fleet.file:
+            runners["file"] = FileSource(fleet, config.fleet.file).run()
+        for entry in config.fleet.dns:
+            runners[f"dns {entry.name}"] = DnsSource(fleet, entry).run()
+        self._background = [asyncio.create_task(_endless(name, runner), name=name) for name, runner in runners.items()]
         log.info("listening", grpc=config.grpc.listen, grpc_port=self.grpc_port, admin_port=self.admin_port or None)
 
     @contextlib.asynccontextmanager
@@ -120,8 +131,10 @@ class Server:
         als_pb2_grpc.add_AccessLogServiceServicer_to_server(  # type: ignore[no-untyped-call]
             AccessLogService(self._endings), server
         )
+        eds = EndpointDiscovery(self.service.fleet)
+        eds_pb2_grpc.add_EndpointDiscoveryServiceServicer_to_server(eds, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (EXT_PROC, ACCESS_LOG, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (EXT_PROC, ACCESS_LOG, EDS, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
             self.grpc_port = server.add_insecure_port(self.config.grpc.listen)
@@ -131,9 +144,9 @@ class Server:
         try:
             yield
         finally:
-            await self._drain(server)
+            await self._drain(server, eds)
 
-    async def _drain(self, server: grpc.aio.Server) -> None:
+    async def _drain(self, server: grpc.aio.Server, eds: EndpointDiscovery) -> None:
         """New work goes elsewhere, running work ends, and streams that only wait for tokens are let go."""
         deadline = time.monotonic() + self.config.life.drain_s
         self._draining = True
@@ -145,6 +158,7 @@ class Server:
         await self.service.let_go(deadline)
         await self._prefiller.flush(deadline)
         await self._endings.flush()
+        eds.close()
         await self.releases.flush(deadline)
         await stopping
 
@@ -178,6 +192,15 @@ class Server:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+
+
+async def _endless(name: str, runner: Awaitable[None]) -> None:
+    """A background task that ends is a fault of ours: say so instead of going on half blind without a word."""
+    try:
+        await runner
+    except Exception:
+        log.exception("background task failed", task=name)
+        raise
 
 
 async def serve(config: Config) -> None:

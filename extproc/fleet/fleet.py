@@ -58,12 +58,18 @@ class Fleet:
         """Call ``listener`` after engines came, went, drained or got another address."""
         self._on_change.append(listener)
 
+    def remove_listener(self, listener: Listener) -> None:
+        """Undo :meth:`on_change` or :meth:`on_release`."""
+        for listeners in (self._on_change, self._on_release):
+            if listener in listeners:
+                listeners.remove(listener)
+
     def on_release(self, listener: Listener) -> None:
         """Call ``listener`` whenever a reservation is given back."""
         self._on_release.append(listener)
 
     def changed(self) -> None:
-        for listener in self._on_change:
+        for listener in list(self._on_change):
             listener()
 
     def engines(self, role: Role | None = None) -> list[Engine]:
@@ -147,7 +153,7 @@ class Fleet:
         return Reservation(engine, need.tokens, self._released)
 
     def _released(self) -> None:
-        for listener in self._on_release:
+        for listener in list(self._on_release):
             listener()
 
     def pairings(self, engines: Sequence[Engine]) -> set[tuple[str, str]]:

@@ -1,0 +1,157 @@
+"""What engines say of themselves: ``/health`` probes, load from ``/metrics``, models from ``/v1/models``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import httpx
+import msgspec
+
+from extproc.fleet.engines import Engine, Report
+from extproc.fleet.fleet import Fleet
+from extproc.telemetry.logs import log
+
+_WAITING, _RUNNING, _KV = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+_OLD_KV = "vllm:gpu_cache_usage_perc"  # its name before vLLM 0.10
+_MODELS_EVERY_S = 15.0
+_MAX_BYTES = 8 * 1024 * 1024
+
+
+class Monitor:
+    """One task for each engine of the fleet, for as long as it belongs to it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._settings = fleet.settings
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        fleet.on_change(self._changed.set)
+
+    async def run(self) -> None:
+        """Follow the fleet for ever."""
+        timeout = httpx.Timeout(self._settings.health.timeout_s)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0)
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=True) as client:
+            try:
+                while True:
+                    self._changed.clear()
+                    self._follow(client)
+                    await self._changed.wait()
+            finally:
+                await self._stop(list(self._tasks))
+
+    def _follow(self, client: httpx.AsyncClient) -> None:
+        engines = self._fleet.engines()
+        for engine in engines:
+            if engine not in self._tasks:
+                self._tasks[engine] = asyncio.create_task(self._watch(client, engine), name=f"monitor {engine.name}")
+        for engine in [engine for engine in self._tasks if engine not in engines]:
+            self._tasks.pop(engine).cancel()
+
+    async def _stop(self, engines: list[Engine]) -> None:
+        tasks = [self._tasks.pop(engine) for engine in engines]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, client: httpx.AsyncClient, engine: Engine) -> None:
+        next_probe = next_scrape = next_models = 0.0
+        scrape_s = self._settings.scrape_s or float("inf")
+        while True:
+            now = time.monotonic()
+            if now >= next_probe:
+                next_probe = now + self._settings.health.interval_s
+                await self._probe(client, engine)
+            if engine.health.probed_ok is not False:
+                if now >= next_scrape and scrape_s != float("inf"):
+                    next_scrape = now + scrape_s
+                    await self._scrape(client, engine)
+                if now >= next_models and engine.spec.models is None:
+                    known = await self._read_models(client, engine)
+                    next_models = now + (_MODELS_EVERY_S if known else self._settings.health.interval_s)
+            pause = min(next_probe, next_scrape if scrape_s != float("inf") else next_probe) - time.monotonic()
+            await asyncio.sleep(max(0.02, pause))
+
+    async def _probe(self, client: httpx.AsyncClient, engine: Engine) -> None:
+        """Only an engine that does not answer, or answers 5xx, is unhealthy: not every server has a /health."""
+        problem = ""
+        try:
+            response = await client.get(engine.url + self._settings.health.path)
+            if response.status_code >= 500:
+                problem = f"health {response.status_code}"
+        except httpx.HTTPError as error:
+            problem = type(error).__name__
+        health = engine.health
+        before = health.probed_ok
+        if not problem:
+            health.probe_failures = 0
+            health.probed_ok = True
+        else:
+            health.probe_failures += 1
+            if health.probe_failures >= self._settings.health.unhealthy_after:
+                health.probed_ok = False
+                health.reason = problem
+        if health.probed_ok != before and (before is not None or health.probed_ok is False):
+            event = "engine healthy" if health.probed_ok else "engine unhealthy"
+            log.warning(event, engine=engine.name, role=engine.role, reason=problem or None)
+            self._fleet.changed()
+
+    async def _scrape(self, client: httpx.AsyncClient, engine: Engine) -> None:
+        ours_before = engine.inflight
+        text = await self._get(client, engine, "/metrics")
+        if text is None:
+            return
+        values = samples(text)
+        if _RUNNING not in values:
+            return
+        waiting, running = int(values.get(_WAITING, 0)), int(values[_RUNNING])
+        ours = max(ours_before, engine.inflight)
+        engine.report = Report(
+            waiting=waiting,
+            running=running,
+            kv_usage=values.get(_KV, values.get(_OLD_KV, 0.0)),
+            foreign=max(0, waiting + running - ours),
+            at=time.monotonic(),
+        )
+
+    async def _read_models(self, client: httpx.AsyncClient, engine: Engine) -> bool:
+        text = await self._get(client, engine, "/v1/models")
+        if text is None:
+            return False
+        try:
+            names = frozenset(str(entry["id"]) for entry in msgspec.json.decode(text)["data"])
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            return False
+        if names:
+            engine.known_models = names
+        return bool(names)
+
+    async def _get(self, client: httpx.AsyncClient, engine: Engine, path: str) -> str | None:
+        headers = {"authorization": f"Bearer {engine.api_key}"} if engine.api_key else {}
+        with contextlib.suppress(httpx.HTTPError):
+            response = await client.get(engine.url + path, headers=headers)
+            if response.status_code == 200 and len(response.content) <= _MAX_BYTES:
+                return response.text
+        return None
+
+
+def samples(text: str) -> dict[str, float]:
+    """The samples of a ``/metrics`` page that tell load, summed over their labels.
+
+    An engine with several data-parallel ranks has one sample for each; KV usage is then their mean.
+    """
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for line in text.splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        name = line[: line.find("{")] if "{" in line else line.partition(" ")[0]
+        if name not in (_WAITING, _RUNNING, _KV, _OLD_KV):
+            continue
+        with contextlib.suppress(ValueError):
+            value = float(line.rpartition("}")[2].split()[0] if "}" in line else line.split()[1])
+            sums[name] = sums.get(name, 0.0) + value
+            counts[name] = counts.get(name, 0) + 1
+    return {name: total / counts[name] if name in (_KV, _OLD_KV) else total for name, total in sums.items()}

@@ -1,0 +1,179 @@
+"""Where engines come from besides the configuration: a watched file, and DNS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+import yaml
+from pydantic import ValidationError
+
+from extproc import config
+from extproc.connectors import connector
+from extproc.errors import ConfigError
+from extproc.fleet.engines import Spec, specs
+from extproc.fleet.fleet import Fleet
+from extproc.telemetry.logs import log
+
+_FILE_POLL_S: Final = 0.5
+_MIN_TTL_S: Final = 1.0
+_MAX_TTL_S: Final = 300.0
+
+
+class FileSource:
+    """A YAML file with ``prefill`` and ``decode`` lists, shaped as in the configuration.
+
+    Read again within a second of each change, also of one behind a symbolic link (Kubernetes swaps those). A file that
+    is not right as a whole changes nothing, and the log says what is wrong with it.
+    """
+
+    def __init__(self, fleet: Fleet, path: Path) -> None:
+        self._fleet = fleet
+        self._path = path
+        self._last: bytes | None = None
+        self._complaint = ""
+        self.problem: str | None = "not read yet"
+        """Why the file as it is now is not in force; None when it is."""
+
+    def read(self) -> None:
+        """Take over the file if it has changed."""
+        try:
+            text = self._path.read_bytes()
+        except OSError as error:
+            self._complain(f"cannot be read: {error.strerror}")
+            return
+        if text == self._last:
+            return
+        self._last = text
+        try:
+            listed = self._parse(text)
+        except ConfigError as error:
+            self._complain(str(error))
+            return
+        self.problem, self._complaint = None, ""
+        self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
+
+    def _parse(self, text: bytes) -> config.EngineLists:
+        try:
+            values = yaml.safe_load(text)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"not YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError("expected `prefill` and `decode` lists")
+        try:
+            return config.EngineLists(**values)
+        except (ValidationError, TypeError) as error:
+            problems = config.explain(error) if isinstance(error, ValidationError) else [str(error)]
+            raise ConfigError("; ".join(problems)) from error
+
+    def _complain(self, problem: str) -> None:
+        self.problem = problem
+        if problem != self._complaint:
+            self._complaint = problem
+            log.error("fleet file not taken over; the fleet stays as it was", file=str(self._path), problem=problem)
+
+    async def run(self) -> None:
+        while True:
+            self.read()
+            await asyncio.sleep(_FILE_POLL_S)
+
+
+class DnsSource:
+    """Engines behind one DNS name: one for each address, or each SRV target's address; looked up again at each TTL.
+
+    A name that does not exist (any more), or has no such records, has no engines. While servers fail or time out, the
+    engines stay as they are.
+    """
+
+    def __init__(self, fleet: Fleet, settings: config.Dns) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._source = f"dns {settings.role} {settings.type} {settings.name} {settings.port}"
+        self._resolver = resolver(fleet.settings.dns_servers)
+        self._failing = False
+
+    async def refresh(self) -> float:
+        """One look-up; returns the seconds until the next."""
+        try:
+            found, ttl = await (self._services() if self._settings.type == "srv" else self._addresses())
+        except dns.exception.DNSException as error:
+            if not self._failing:
+                log.warning("DNS discovery fails; engines stay", name=self._settings.name, error=type(error).__name__)
+            self._failing = True
+            return _MIN_TTL_S
+        self._failing = False
+        self._fleet.update(self._source, self._specs(found))
+        return min(_MAX_TTL_S, max(_MIN_TTL_S, ttl))
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(await self.refresh())
+
+    async def _addresses(self) -> tuple[list[tuple[str, int]], float]:
+        addresses, ttl = await self._lookup_host(self._settings.name)
+        return [(address, self._settings.port) for address in addresses], ttl
+
+    async def _services(self) -> tuple[list[tuple[str, int]], float]:
+        try:
+            answer = await self._resolver.resolve(self._settings.name, "SRV")
+        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+            return [], _MIN_TTL_S
+        found: list[tuple[str, int]] = []
+        ttl = float(answer.rrset.ttl if answer.rrset else _MIN_TTL_S)
+        for record in answer:
+            addresses, host_ttl = await self._lookup_host(record.target.to_text())
+            ttl = min(ttl, host_ttl)
+            found += [(address, record.port) for address in addresses]
+        return found, ttl
+
+    async def _lookup_host(self, name: str) -> tuple[list[str], float]:
+        """All A and AAAA records of a name; one kind may be missing."""
+        addresses: list[str] = []
+        ttls: list[float] = []
+        for kind in ("A", "AAAA"):
+            try:
+                answer = await self._resolver.resolve(name, kind)
+            except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+                continue
+            addresses += [record.address for record in answer]
+            ttls.append(float(answer.rrset.ttl if answer.rrset else _MIN_TTL_S))
+        return addresses, min(ttls, default=_MIN_TTL_S)
+
+    def _specs(self, found: Iterable[tuple[str, int]]) -> list[Spec]:
+        settings, fleet = self._settings, self._fleet.settings
+        key = settings.api_key or fleet.api_key
+        made = {}
+        for address, port in sorted(set(found)):
+            host = f"[{address}]" if ":" in address else address
+            made[host, port] = Spec(
+                role=settings.role,
+                url=f"{settings.scheme}://{host}:{port}",
+                name=f"{host}:{port}",
+                connector=connector(settings.connector or fleet.connector),
+                lease_s=settings.lease_s or fleet.lease_s,
+                api_key=key.get_secret_value() if key else None,
+                abort_port=settings.abort_port,
+                models=frozenset(settings.models) if settings.models is not None else None,
+                group=settings.group,
+                data_parallel_size=settings.data_parallel_size,
+                max_inflight=settings.max_inflight or fleet.max_inflight.get(settings.role),
+                address=address,
+            )
+        return list(made.values())
+
+
+def resolver(servers: Iterable[str]) -> dns.asyncresolver.Resolver:
+    """A resolver for ``host:port`` servers, or for the system's own."""
+    listed = [config.split_listen(server) for server in servers]
+    if not listed:
+        return dns.asyncresolver.Resolver()
+    made = dns.asyncresolver.Resolver(configure=False)
+    made.nameservers = [host for host, _ in listed]
+    made.nameserver_ports = dict(listed)
+    made.lifetime = 3.0
+    return made
