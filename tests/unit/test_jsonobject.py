@@ -107,7 +107,7 @@ def _members(text: str) -> list[tuple[str, str, str]]:
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(_objects())
 def test_members_are_the_values_as_spelled_and_the_last_one_wins(text: str) -> None:
     parsed = JsonObject(text.encode())
@@ -115,6 +115,7 @@ def test_members_are_the_values_as_spelled_and_the_last_one_wins(text: str) -> N
     assert {key: parsed.raw(key) for key in parsed.members} == {key: value.encode() for key, _, value in _members(text)}
 
 
+@settings(max_examples=60)
 @given(_objects(), _edits)
 @example('{"a":12,"a":1}', {"b": b"2"})
 @example('{"a":1,"b":2,"a":1}', {"b": None})
@@ -143,7 +144,7 @@ def test_edits_change_the_named_members_and_keep_every_other_one(text: str, edit
         ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(_objects(), st.data())
 def test_replacing_one_value_keeps_the_bytes_around_it(text: str, data: st.DataObject) -> None:
     members = _members(text)
@@ -293,11 +294,11 @@ def test_an_edit_costs_no_more_than_in_proportion_to_the_text(shape: Callable[[i
     def seconds(text: bytes) -> float:
         best = float("inf")
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.process_time()
             JsonObject(text).edited({"stream": b"false", "max_tokens": b"1"})
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.process_time() - started)
         return best
 
-    small, large = seconds(shape(50_000)), seconds(shape(400_000))
+    small, large = seconds(shape(25_000)), seconds(shape(400_000))
 
-    assert large < max(30 * small, 0.02)  # 8 times the text; a quadratic cost would be 64 times as high
+    assert large < max(100 * small, 0.02)  # 16 times the text; a quadratic cost would be 256 times as high
