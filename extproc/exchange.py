@@ -17,25 +17,29 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc import classify, openai, replies
+from extproc import classify, destinations, openai, replies
+from extproc.destinations import Destination
 from extproc.errors import RequestError
 from extproc.jsonobject import BadJson, JsonObject, NotAnObject, TooDeep
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from extproc.picking import Need
 from extproc.prefill import Header, Prefilled, PrefillFailed, PrefillRefused, PrefillRequest
 from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
     from extproc.connectors import Handoff
-    from extproc.fleet.engines import Engine, Reservation
+    from extproc.fleet.engines import Reservation
     from extproc.service import Service
 
 Send = Callable[[ext_proc.ProcessingResponse], Awaitable[None]]
 
 _SERVED_MODES: Final = (ProcessingMode.BUFFERED, ProcessingMode.FULL_DUPLEX_STREAMED)
 _TIMEOUT_MARGIN_S: Final = 10.0
+_BYTES_PER_TOKEN: Final = 4
 
 # Of a prefiller's refusal: what describes its connection or body framing must not reach the client.
 _NOT_ANSWERED: Final = frozenset(
@@ -62,6 +66,7 @@ class Exchange:
         self._response_streamed = False
         self._bypass_reason = ""
         self._reason = ""
+        self._subset: frozenset[str] | None = None
         self._request: classify.Request | None = None
         self._chunks: list[bytes] = []
         self._size = 0
@@ -118,6 +123,7 @@ class Exchange:
 
     async def _on_request_headers(self, message: ext_proc.ProcessingRequest) -> None:
         self._adopt_mode(message)
+        self._subset = destinations.subset_hint(message)
         self._service.admit()
         request = self._request = classify.read_headers(message.request_headers)
         recent = self._service.recent
@@ -157,7 +163,7 @@ class Exchange:
         reply = replies.request_headers(
             self._routing_headers(destination), self._spoofed(), skip_body=not plan.no_body and not self._streamed
         )
-        replies.route(reply, destination)
+        replies.route(reply, destination.endpoints)
         self._state = State.DISPATCHED
         await self._send(reply)
 
@@ -185,8 +191,8 @@ class Exchange:
         reason = self._bypass_reason or openai.bypass_reason(request.route_path, body)
         if not reason and len(text) < self._service.config.routing.min_prompt_bytes:
             reason = "small_prompt"
-        if not reason and not self._service.fleet.engines("prefill"):
-            reason = "no_prefillers"
+        if not reason:
+            reason = self._service.why_not_disaggregate(openai.model(body))
         if reason:
             await self._bypass(reason, body, text, trailers)
         else:
@@ -217,14 +223,15 @@ class Exchange:
 
     async def _bypass(self, reason: str, body: JsonObject | None, text: bytes, trailers: bool) -> None:
         self._bypassed(reason)
-        destination = self._reserve_decoder()
+        destination = self._reserve_decoder(self._need(body, text) if body else None)
         self._decided("bypass")
         await self._to_decoder(text, openai.decode_body(body, None) if body else text, destination, trailers)
 
     async def _prefill_then_decode(
         self, request: classify.Request, body: JsonObject, text: bytes, trailers: bool
     ) -> None:
-        destination = self._reserve_decoder()
+        need = self._need(body, text)
+        destination = self._reserve_decoder(need, paired=True)
         budget = self._service.config.prefill.budget_s
         if not self._streamed:  # in the full-duplex mode Envoy has no message timeout
             await self._send(replies.more_time(budget + _TIMEOUT_MARGIN_S))
@@ -232,7 +239,14 @@ class Exchange:
         params: bytes | None = None
         try:
             prefilled = await self._service.prefill(
-                PrefillRequest(request.path, request.headers, body, self.request_id)
+                PrefillRequest(
+                    request.path,
+                    request.headers,
+                    body,
+                    self.request_id,
+                    replace(need, subset=None),
+                    destination.pairing,
+                )
             )
         except PrefillRefused as refusal:
             await self._answer_with(refusal)
@@ -250,6 +264,16 @@ class Exchange:
             self._decided("disaggregated")
         self._timings.append(f"prefill;dur={(time.monotonic() - started) * 1000:.1f}")
         await self._to_decoder(text, openai.decode_body(body, params), destination, trailers)
+
+    def _need(self, body: JsonObject, text: bytes) -> Need:
+        """What the request asks of an engine. Tokens are estimated: about four bytes each."""
+        affinity_bytes = self._service.config.routing.affinity_bytes
+        return Need(
+            model=openai.model(body),
+            tokens=len(text) // _BYTES_PER_TOKEN,
+            affinity=openai.prompt_hash(body, affinity_bytes) if self._service.wants_affinity else None,
+            subset=self._subset,
+        )
 
     def _fall_back(self, failure: PrefillFailed, size: int) -> None:
         """Let the decoder prefill, where that is configured and within its bounds; raises RequestError otherwise."""
@@ -269,7 +293,7 @@ class Exchange:
             raise RequestError(504, "prefill_timeout", "No prefill engine answered in time.")
         raise RequestError(503, "prefill_unavailable", "No prefill engine is available.", headers={"retry-after": "1"})
 
-    async def _to_decoder(self, original: bytes, body: bytes, destination: str, trailers: bool) -> None:
+    async def _to_decoder(self, original: bytes, body: bytes, destination: Destination, trailers: bool) -> None:
         """Hand the request to Envoy for its decode leg."""
         headers = self._routing_headers(destination)
         changed = body if body is not original else None
@@ -279,13 +303,13 @@ class Exchange:
             ticket = self._service.endings.dispatched(self.prefilled.handoff, self.request_id)
         if self._streamed:
             reply = replies.request_headers(headers, self._spoofed())
-            replies.route(reply, destination, ticket)
+            replies.route(reply, destination.endpoints, ticket)
             await self._send(reply)
             for chunk in replies.streamed_body(body, end_of_stream=not trailers):
                 await self._send(chunk)
         else:
             reply = replies.buffered_body(headers, changed)
-            replies.route(reply, destination, ticket)
+            replies.route(reply, destination.endpoints, ticket)
             await self._send(reply)
 
     # ── response ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -375,21 +399,20 @@ class Exchange:
         self.decision = decision
         self._service.metrics.exchanges.labels(decision).inc()
 
-    def _reserve_decoder(self) -> str:
-        """Reserve the best decoder; returns the list for Envoy, best first, as ``ip:port[,ip:port…]``."""
-        choices = self._service.fleet.preferences("decode")[: self._service.config.routing.decode_choices]
-        if not choices:
-            raise RequestError(503, "no_decoder", "No decode engine is ready.", headers={"retry-after": "1"})
-        self._decoder = self._service.reserve(choices[0])
-        return ",".join(_endpoint(engine) for engine in choices)
+    def _reserve_decoder(self, need: Need | None = None, *, paired: bool = False) -> Destination:
+        """Pick and reserve; raises RequestError where there is nothing to pick."""
+        choices = self._service.config.routing.decode_choices
+        need = need or Need(subset=self._subset)
+        destination = destinations.choose(self._service.fleet, need, choices, paired=paired)
+        self._decoder = destination.reservation
+        return destination
 
-    def _routing_headers(self, destination: str) -> list[Header]:
+    def _routing_headers(self, destination: Destination) -> list[Header]:
         """One X-Request-Id line for both legs, and the endpoint-picker's destination."""
-        return [("x-request-id", self.request_id.encode()), (replies.DESTINATION, destination.encode())]
+        headers = [("x-request-id", self.request_id.encode()), (replies.DESTINATION, destination.endpoints.encode())]
+        if destination.rank is not None:
+            headers.append(("x-data-parallel-rank", str(destination.rank).encode()))
+        return headers
 
     def _spoofed(self) -> tuple[str, ...]:
         return self._request.spoofed if self._request else ()
-
-
-def _endpoint(engine: Engine) -> str:
-    return engine.endpoint or ""

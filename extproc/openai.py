@@ -5,20 +5,26 @@ The rules follow vLLM's request validation (0.9 to 0.33); everything here is a p
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
-from extproc.jsonobject import BadJson, JsonObject, NotAnObject
+from extproc.jsonobject import JsonObject
 
-COMPLETIONS: Final = "/v1/completions"
+CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 KV_PARAMS: Final = "kv_transfer_params"
 
-# Where a client could hand parameters to a KV connector: the first as vLLM's own field, the others merged by vLLM
-# into the same sampling arguments. A malformed value kills a decoder, a well-formed one reads another request's KV.
+# By these a client could steer the engines' KV transfer: a malformed value kills an engine, a well-formed one reads
+# another request's KV.
 CONNECTOR_KEYS: Final = (KV_PARAMS, "ec_transfer_params", "batch_kv_transfer_params")
-_NESTED_ARGUMENTS: Final = ("vllm_xargs", "extra_args", "sampling_params")
+
+_Places = Mapping[str, "_Places"]
+# Where they may stand beside the top level: vLLM takes ``vllm_xargs`` (chat, completions, responses, messages) and
+# ``sampling_params.extra_args`` (/inference/v1/generate) for the arguments that its KV connector reads.
+_NESTED: Final[_Places] = {"vllm_xargs": {}, "extra_args": {}, "sampling_params": {"vllm_xargs": {}, "extra_args": {}}}
 
 # The prefill leg answers with one token: what limits length is overruled, what asks for more than that is dropped.
 _PREFILL_EDITS: Final[Mapping[str, bytes | None]] = {
@@ -29,6 +35,8 @@ _PREFILL_EDITS: Final[Mapping[str, bytes | None]] = {
     "min_completion_tokens": None,
 }
 _LENGTH_ALIASES: Final = ("max_completion_tokens", "max_output_tokens")
+
+_LIST_OF_PROMPTS: Final = re.compile(rb'\[[ \t\n\r]*+["\[{]')
 
 
 def parse(body: bytes) -> JsonObject:
@@ -42,20 +50,35 @@ def model(request: JsonObject) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def prompt_hash(request: JsonObject, length: int) -> bytes | None:
+    """A hash of the prompt's first ``length`` bytes as the client spelled them; None where there is no prompt.
+
+    Prompts that begin alike share KV blocks. The model is part of it.
+    """
+    prompt = request.members.get("messages", request.members.get("prompt", request.members.get("input")))
+    if prompt is None:
+        return None
+    name = (model(request) or "").encode()
+    return hashlib.blake2b(memoryview(prompt)[:length], digest_size=16, key=name[:64]).digest()
+
+
 def bypass_reason(path: str, request: JsonObject) -> str | None:
     """Why this request must not be disaggregated, as a short metric label; None where it can be.
 
     A prefill returns one ``kv_transfer_params`` for one sequence, and only a full prompt pass computes prompt logprobs.
+    ``path`` is the route's, without a query.
     """
-    if _truthy_int(request, "n") or _truthy_int(request, "best_of"):
+    if _not_one(request, "n") or _not_one(request, "best_of"):
         return "several_choices"
-    if _value(request, "use_beam_search") not in (None, False):
+    if _asked_for(request, "use_beam_search"):
         return "beam_search"
-    if _value(request, "echo") not in (None, False) or _value(request, "prompt_logprobs") is not None:
+    if _asked_for(request, "echo") or _given(request, "prompt_logprobs"):
         return "prompt_logprobs"
-    if request.raw("prompt_embeds") not in (None, b"null"):
+    if _given(request, "prompt_embeds"):
         return "prompt_embeds"
-    if path == COMPLETIONS and not _one_prompt(request.raw("prompt")):
+    if _given(request, "previous_response_id") or _asked_for(request, "background"):
+        return "stored_response"  # responses are kept by the engine that made them
+    if path != CHAT_COMPLETIONS and not _one_prompt(request.raw("prompt")):
         return "several_prompts"
     return None
 
@@ -64,6 +87,8 @@ def prefill_body(request: JsonObject, connector_edits: Mapping[str, bytes | None
     """The prefill leg: one token, not streamed, with the connector's own members on top."""
     edits = {key: value for key, value in _PREFILL_EDITS.items() if value is not None or key in request}
     edits |= {key: b"1" for key in _LENGTH_ALIASES if key in request}
+    if "input" in request:
+        edits["max_output_tokens"] = b"1"  # /v1/responses knows no max_tokens
     return request.edited({**edits, **_no_connector_members(request), **connector_edits})
 
 
@@ -75,67 +100,61 @@ def decode_body(request: JsonObject, kv_transfer_params: bytes | None) -> bytes:
     return request.edited(edits) if edits else request.text
 
 
-def _no_connector_members(request: JsonObject) -> dict[str, bytes | None]:
+def _no_connector_members(request: JsonObject, nested: _Places = _NESTED) -> dict[str, bytes | None]:
     """Edits that take every way to a KV connector out of a client's body."""
     edits: dict[str, bytes | None] = {key: None for key in CONNECTOR_KEYS if key in request}
-    for key in _NESTED_ARGUMENTS:
-        if (raw := request.raw(key)) is not None:
-            cleaned = _without_connector_keys(raw)
-            if cleaned != raw:
-                edits[key] = cleaned
+    for key, further in nested.items():
+        raw = request.raw(key)
+        if raw is None or not raw.startswith(b"{"):
+            continue
+        arguments = JsonObject(raw)
+        if inner := _no_connector_members(arguments, further):
+            edits[key] = arguments.edited(inner)
     return edits
 
 
-def _without_connector_keys(raw: bytes) -> bytes:
-    if not raw.startswith(b"{"):
-        return raw
-    try:
-        nested = JsonObject(raw)
-    except (BadJson, NotAnObject):  # pragma: no cover (the enclosing text has been parsed)
-        return raw
-    edits = _no_connector_members(nested)
-    return nested.edited(edits) if edits else raw
-
-
-def smuggles_connector_keys(value: Any) -> bool:
-    """Whether a body that only Python's json module accepts (NaN, a BOM, UTF-16) carries params for a connector."""
+def smuggles_connector_keys(value: Any, nested: _Places = _NESTED) -> bool:
+    """Whether a body that only Python's json module reads (NaN, a BOM, UTF-16) steers the engines' KV transfer."""
     if not isinstance(value, dict):
         return False
     return any(key in value for key in CONNECTOR_KEYS) or any(
-        smuggles_connector_keys(value.get(key)) for key in _NESTED_ARGUMENTS
+        smuggles_connector_keys(value.get(key), further) for key, further in nested.items()
     )
 
 
 def _value(request: JsonObject, key: str) -> Any:
-    """A small member, decoded; an object of no type for what cannot be (too big a number, bad UTF-8)."""
+    """A small member, decoded; ``...`` for what cannot be (a number out of range, bad UTF-8)."""
     raw = request.members.get(key)
     if raw is None:
         return None
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except msgspec.MsgspecError:
         return ...
 
 
-def _truthy_int(request: JsonObject, key: str) -> bool:
-    """Whether a count is anything but 1. Engines coerce strings and floats, so what is unclear counts as more."""
+def _given(request: JsonObject, key: str) -> bool:
+    return request.raw(key) not in (None, b"null")
+
+
+def _asked_for(request: JsonObject, key: str) -> bool:
+    """Whether a flag may be set. Engines coerce strings and numbers, so what is unclear counts as set."""
+    return _value(request, key) not in (None, False)
+
+
+def _not_one(request: JsonObject, key: str) -> bool:
+    """Whether a count may be anything but 1. Engines coerce strings and floats, so what is unclear counts as more."""
     value = _value(request, key)
     if value is None or value is True:
         return False
     try:
         return float(value) != 1
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return True
 
 
 def _one_prompt(raw: bytes | None) -> bool:
-    """Whether a completions ``prompt`` is one sequence: a string, one string in a list, or one list of token ids."""
-    if raw is None or not raw.startswith(b"["):
+    """Whether a ``prompt`` is one sequence: a string, a list of token ids, or a list that holds one of these."""
+    if raw is None or not _LIST_OF_PROMPTS.match(raw):
         return True
-    try:
-        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    except msgspec.MsgspecError:  # pragma: no cover (the enclosing text has been parsed)
-        return False
-    if len(items) <= 1:
-        return True
-    return all(bytes(item)[:1] not in (b'"', b"[", b"{") for item in (items[0], items[-1]))
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) == 1

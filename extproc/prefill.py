@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from extproc import openai
+from extproc.admission import Admission
 from extproc.connectors import Handoff, UnusableHandoff
 from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailable
+from extproc.picking import ANYTHING, Need
 
 if TYPE_CHECKING:
     from extproc.config import Config
@@ -42,6 +44,9 @@ class PrefillRequest:
     body: JsonObject
     request_id: str
     """X-Request-Id of the first attempt; every further one gets its own."""
+    need: Need = ANYTHING
+    pairing: tuple[str, str] | None = None
+    """The decoder's: hand-over never crosses it. None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ class Prefiller:
         self._settings = config.prefill
         self._max_finishing = config.release.max_finishing
         self._fleet = fleet
+        self._admission = Admission(config.prefill.admission, fleet, metrics)
         self._client = client
         self._metrics = metrics
         self._on_orphan = on_orphan
@@ -109,7 +115,9 @@ class Prefiller:
         reasons: list[str] = []
         tried: list[Engine] = []
         while len(tried) < self._settings.attempts:
-            reservation = self._fleet.reserve("prefill", exclude=tried)
+            reservation = await self._admission.reserve(
+                request.need, client=self._client_key(request), exclude=tried, where=_paired_with(request.pairing)
+            )
             if reservation is None:
                 if not tried:
                     reasons.append("no_engine")
@@ -150,8 +158,22 @@ class Prefiller:
             self._abandon(attempt, reservation.engine, call)
             raise
         finally:
+            self._judge(reservation.engine, result)
             self._metrics.prefill_attempts.labels(result).inc()
             self._metrics.prefill_seconds.observe(time.monotonic() - started)
+
+    def _judge(self, engine: Engine, result: str) -> None:
+        """What the attempt tells of the engine: a client's fault is an answer too, a client's leaving tells nothing."""
+        if result in ("ok", "refused"):
+            self._fleet.succeeded(engine)
+        elif result == "cancelled":
+            engine.health.undecided()
+        else:
+            self._fleet.failed(engine, result)
+
+    def _client_key(self, request: PrefillRequest) -> bytes:
+        fair_by = self._settings.admission.fair_by
+        return next((value for name, value in request.headers if name == fair_by), b"")
 
     async def _attempt(self, engine: Engine, request: PrefillRequest, request_id: str, call: Call) -> Prefilled | str:
         """One call. Returns the reason, a short metric label, where another engine should be tried."""
@@ -160,7 +182,7 @@ class Prefiller:
             answer = await self._client.post(
                 engine.url + request.path,
                 openai.prefill_body(request.body, engine.connector.prefill_edits()),
-                forwarded_headers(request.headers, request_id, engine.api_key),
+                forwarded_headers(request.headers, request_id, engine.api_key, data_parallel_rank(engine)),
                 timeout_s=self._settings.timeout_s * 2,  # of use to an abandoned attempt alone
                 call=call,
             )
@@ -216,7 +238,19 @@ class Prefiller:
             task.cancel()
 
 
-def forwarded_headers(headers: Sequence[Header], request_id: str, api_key: str | None) -> list[tuple[bytes, bytes]]:
+def data_parallel_rank(engine: Engine) -> int | None:
+    """The rank whose turn it is behind an engine with several; None for one with a single rank."""
+    size = engine.spec.data_parallel_size
+    return engine.picked % size if size > 1 else None
+
+
+def _paired_with(pairing: tuple[str, str] | None) -> Callable[[Engine], bool] | None:
+    return None if pairing is None else lambda engine: engine.pairing == pairing
+
+
+def forwarded_headers(
+    headers: Sequence[Header], request_id: str, api_key: str | None, rank: int | None = None
+) -> list[tuple[bytes, bytes]]:
     """The client's end-to-end headers for the prefill leg, with our X-Request-Id.
 
     The client's Authorization goes along; without one the engine's configured key is sent, or none.
@@ -231,6 +265,8 @@ def forwarded_headers(headers: Sequence[Header], request_id: str, api_key: str |
         (b"accept", b"application/json"),
         (b"accept-encoding", b"identity"),
     ]
+    if rank is not None:
+        forwarded.append((b"x-data-parallel-rank", str(rank).encode()))
     if api_key and not any(name == b"authorization" for name, _ in forwarded):
         forwarded.append((b"authorization", b"Bearer " + api_key.encode()))
     return forwarded

@@ -13,7 +13,6 @@ from extproc.config import Config
 from extproc.endings import Endings
 from extproc.errors import RequestError
 from extproc.exchange import Exchange
-from extproc.fleet.engines import Engine, Reservation
 from extproc.fleet.fleet import Fleet
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from extproc.prefill import Prefilled, Prefiller, PrefillRequest
@@ -82,8 +81,21 @@ class Service:
         if self.in_flight > self.config.limits.in_flight:
             raise RequestError(503, "overloaded", "The gateway is at its limit.", headers={"retry-after": "1"})
 
-    def reserve(self, engine: Engine) -> Reservation:
-        return self.fleet.reserve_engine(engine)
+    @property
+    def wants_affinity(self) -> bool:
+        """Whether picking looks at how a prompt begins."""
+        routing = self.config.routing
+        return "prefix_affinity" in (routing.prefill_policy, routing.decode_policy)
+
+    def why_not_disaggregate(self, model: str | None) -> str:
+        """The bypass reason that lies in the fleet; empty where there is none."""
+        prefillers = self.fleet.engines("prefill")
+        if not prefillers:
+            return "no_prefillers"
+        if not any(engine.serves(model) for engine in prefillers):
+            served = any(engine.serves(model) for engine in self.fleet.engines("decode"))
+            return "no_prefillers_for_model" if served else "unknown_model"
+        return ""
 
     async def prefill(self, request: PrefillRequest) -> Prefilled:
         """Raises PrefillRefused or PrefillFailed."""

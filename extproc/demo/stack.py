@@ -97,13 +97,17 @@ class Stack:
         for engine in self.engines:
             stack.push_async_callback(engine.process.stop)
         await asyncio.gather(*(engine.process.start() for engine in self.engines))
+        for engine in self.engines:
+            if engine.process.ready_line is not None:  # a simulated one says which ports it has taken
+                ports = json.loads(engine.process.ready_line)
+                engine.url, engine.control_url = (f"http://{HOST}:{ports[key]}" for key in ("port", "control_port"))
 
     def _simulated(self, name: str, role: Role) -> DemoEngine:
-        port, control = free_port(HOST), free_port(HOST)
-        command = [sys.executable, "-m", "extproc", "sim", "--role", role]
-        command += ["--host", HOST, "--port", str(port), "--control-port", str(control), *self._arguments]
-        process = Process(command, log=self.directory / f"{name}.log", name=name, ready=re.compile('"ready"'))
-        return DemoEngine(name, role, process, f"http://{HOST}:{port}", f"http://{HOST}:{control}")
+        command = [sys.executable, "-m", "extproc", "sim", "--role", role, "--host", HOST, "--port", "0"]
+        process = Process(
+            [*command, *self._arguments], log=self.directory / f"{name}.log", name=name, ready=re.compile('"ready"')
+        )
+        return DemoEngine(name, role, process, "")
 
     def _real(self, name: str, role: Role) -> DemoEngine:
         from extproc.demo.vllm.launch import VllmEngine

@@ -27,6 +27,13 @@ class Metrics:
         self.prefill_attempts = Counter(
             "extproc_prefill_attempts", "Prefill calls by result.", ["result"], registry=registry
         )
+        self.queue_depth = Gauge("extproc_queue_depth", "Requests waiting for a prefiller.", registry=registry)
+        self.queue_seconds = Histogram(
+            "extproc_queue_seconds", "Time spent waiting for a prefiller.", buckets=_SECONDS, registry=registry
+        )
+        self.queue_rejections = Counter(
+            "extproc_queue_rejections", "Requests that the queue turned away.", ["reason"], registry=registry
+        )
         self.outcomes = Counter(
             "extproc_stream_outcomes", "How requests ended, by Envoy's access log.", ["outcome"], registry=registry
         )
