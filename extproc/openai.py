@@ -41,7 +41,9 @@ _LIST_OF_PROMPTS: Final = re.compile(rb'\[[ \t\n\r]*+["\[{]')
 
 def parse(body: bytes) -> JsonObject:
     """Raises BadJson (TooDeep) or NotAnObject."""
-    return JsonObject(body)
+    request = JsonObject(body)
+    _no_connector_members(request)  # what is nested must be readable as well, or it could not be cleaned
+    return request
 
 
 def model(request: JsonObject) -> str | None:
@@ -129,7 +131,7 @@ def _value(request: JsonObject, key: str) -> Any:
         return None
     try:
         return msgspec.json.decode(raw)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return ...
 
 

@@ -1,0 +1,419 @@
+"""What a request asks for, and what each leg's body becomes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc import openai
+from extproc.connectors import connector
+from extproc.jsonobject import BadJson, JsonObject, TooDeep
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]],"later_key":18446744073709551616}'
+NIXL = connector("nixl").prefill_edits()
+ASCEND = connector("mooncake-ascend").prefill_edits()
+
+
+def _request(value: Any) -> JsonObject:
+    return openai.parse(value if isinstance(value, bytes) else json.dumps(value).encode())
+
+
+def _prefill(value: Any) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(openai.prefill_body(_request(value), {}))
+    return body
+
+
+def _decode(value: Any) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(openai.decode_body(_request(value), PARAMS))
+    return body
+
+
+# ── bypass (D8) ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"n": 2}, "several_choices"),
+        ({"n": 0}, "several_choices"),
+        ({"n": "2"}, "several_choices"),
+        ({"n": " 2 "}, "several_choices"),
+        ({"n": 2.0}, "several_choices"),
+        ({"n": "two"}, "several_choices"),
+        ({"n": [1]}, "several_choices"),
+        ({"n": False}, "several_choices"),
+        ({"n": 10**400}, "several_choices"),
+        (b'{"n":1e999}', "several_choices"),
+        (b'{"n":' + b"9" * 5000 + b"}", "several_choices"),
+        (b'{"n":"\xff"}', "several_choices"),
+        (b'{"n":1,"\\u006e":2}', "several_choices"),
+        ({"best_of": 3}, "several_choices"),
+        ({"best_of": "3"}, "several_choices"),
+        ({"use_beam_search": True}, "beam_search"),
+        ({"use_beam_search": "true"}, "beam_search"),
+        ({"use_beam_search": 1}, "beam_search"),
+        ({"echo": True}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"echo": "yes"}, "prompt_logprobs"),
+        ({"echo": True, "max_tokens": 0}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt_embeds": ["AAAA"]}, "prompt_embeds"),
+        ({"previous_response_id": "resp_1"}, "stored_response"),
+        ({"background": True}, "stored_response"),
+    ],
+)
+def test_requests_that_one_handoff_cannot_serve_are_not_disaggregated(body: Any, reason: str) -> None:
+    assert openai.bypass_reason(CHAT, _request(body)) == reason
+    assert openai.bypass_reason(COMPLETIONS, _request(body)) == reason
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 1},
+        {"n": "1"},
+        {"n": 1.0},
+        {"n": True},
+        {"n": None, "best_of": None},
+        {"best_of": 1},
+        {"use_beam_search": False, "echo": False, "background": False},
+        {"use_beam_search": None, "echo": None, "prompt_logprobs": None, "prompt_embeds": None},
+        {"use_beam_search": 0, "echo": 0},
+        {"previous_response_id": None, "background": None},
+        {"logprobs": True, "top_logprobs": 3, "stream": True, "tools": [], "response_format": {"type": "json_object"}},
+        b'{"n":2,"n":1}',
+    ],
+)
+def test_everything_else_is_disaggregated(body: Any) -> None:
+    assert openai.bypass_reason(CHAT, _request(body)) is None
+    assert openai.bypass_reason(COMPLETIONS, _request(body)) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (b'"hi"', None),
+        (b'""', None),
+        (b"null", None),
+        (b'["hi"]', None),
+        (b'[ "hi" ]', None),
+        (b"[1,2,3]", None),
+        (b"[ 1 , 2 ]", None),
+        (b"[\n-1]", None),
+        (b"[[1,2,3]]", None),
+        (b"[]", None),
+        (b"[[]]", None),
+        (b'["a,b"]', None),
+        (b'["a","b"]', "several_prompts"),
+        (b'["a", "b"]', "several_prompts"),
+        (b'[ "a" , "b" ]', "several_prompts"),
+        (b"[[1,2],[3]]", "several_prompts"),
+        (b"[ [1], [2] ]", "several_prompts"),
+        (b'["","",""]', "several_prompts"),
+    ],
+)
+def test_shapes_of_a_prompt(prompt: bytes, reason: str | None) -> None:
+    body = _request(b'{"model":"m","prompt":%b,"max_tokens":5}' % prompt)
+
+    assert openai.bypass_reason(COMPLETIONS, body) == reason
+    assert openai.bypass_reason("/invocations", body) == reason
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "hi"}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "d"}}],
+            }
+        ],
+        [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {}}]}],
+    ],
+)
+def test_a_chat_is_one_prompt(messages: Any) -> None:
+    assert openai.bypass_reason(CHAT, _request({"messages": messages})) is None
+    assert openai.bypass_reason(CHAT, _request({"messages": messages, "prompt": ["a", "b"]})) is None
+
+
+def test_the_prompt_object_of_the_responses_api_is_no_list() -> None:
+    assert openai.bypass_reason("/v1/responses", _request({"input": "hi", "prompt": {"id": "p"}})) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [(b'{"model":"m"}', "m"), (b'{"model":null}', None), (b"{}", None), (b'{"model":7}', None), (b'{"model":""}', "")],
+)
+def test_the_model(body: bytes, expected: str | None) -> None:
+    assert openai.model(_request(body)) == expected
+
+
+# ── the prefill leg ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("body", "limits"),
+    [
+        ({}, {"max_tokens": 1}),
+        ({"max_tokens": 50}, {"max_tokens": 1}),
+        ({"max_tokens": None}, {"max_tokens": 1}),
+        ({"max_tokens": "7"}, {"max_tokens": 1}),
+        ({"max_tokens": True}, {"max_tokens": 1}),
+        (b'{"max_tokens":1E2}', {"max_tokens": 1}),
+        ({"max_completion_tokens": 500}, {"max_tokens": 1, "max_completion_tokens": 1}),
+        ({"max_completion_tokens": None}, {"max_tokens": 1, "max_completion_tokens": 1}),
+        ({"max_tokens": 9, "max_completion_tokens": 500}, {"max_tokens": 1, "max_completion_tokens": 1}),
+        ({"max_output_tokens": 500}, {"max_tokens": 1, "max_output_tokens": 1}),
+        ({"input": "hi"}, {"input": "hi", "max_tokens": 1, "max_output_tokens": 1}),
+        ({"max_tokens": 100, "min_tokens": 5}, {"max_tokens": 1}),
+        ({"min_tokens": None, "min_completion_tokens": 3}, {"max_tokens": 1}),
+        (b'{"max_tokens":5,"max_tokens":7}', {"max_tokens": 1}),
+        (b'{"max_tok\\u0065ns":5}', {"max_tokens": 1}),
+    ],
+)
+def test_the_prefill_generates_one_token(body: Any, limits: dict[str, Any]) -> None:
+    assert _prefill(body) == {"stream": False, **limits}
+    assert _decode(body) == {**(json.loads(body) if isinstance(body, bytes) else body), "kv_transfer_params": _params()}
+
+
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"include_usage": False}, {}, None])
+def test_the_prefill_is_not_streamed_and_has_no_stream_options(options: Any) -> None:
+    body = {"stream": True, "stream_options": options, "prompt": "hi"}
+
+    assert _prefill(body) == {"stream": False, "prompt": "hi", "max_tokens": 1}
+    assert _decode(body) == {**body, "kv_transfer_params": _params()}
+
+
+def test_the_prefill_of_each_connector() -> None:
+    asks = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    body = _request({"min_tokens": 5, "kv_transfer_params": {"do_remote_prefill": True}})
+
+    assert json.loads(openai.prefill_body(body, NIXL)) == {
+        "kv_transfer_params": asks,
+        "stream": False,
+        "max_tokens": 1,
+    }
+    assert json.loads(openai.prefill_body(body, ASCEND)) == {
+        "min_tokens": 1,
+        "kv_transfer_params": asks,
+        "stream": False,
+        "max_tokens": 1,
+    }
+
+
+def test_what_no_leg_changes_reaches_both_byte_for_byte() -> None:
+    untouched = (
+        b'"seed":9007199254740993, "temperature": 0.70,"logit_bias":{"10":1,"9":-1},"logprobs":true,"top_logprobs":3,'
+        b'"tools":[{"type":"function","function":{"name":"f","parameters":{"required":["z"],"properties":{"z":{},"a":{}}}}}],'
+        b'"messages":[{"content":"\xc3\xa9\\u2603","role":"user"}],"response_format":{"type":"json_schema","json_schema":{}},'
+        b'"metadata":{"b":1,"a":2},"chat_template_kwargs":{"z":false},"guided_json":"{}","unknown":1e400'
+    )
+    request = openai.parse(b'{"stream":true,' + untouched + b"}")
+
+    assert openai.prefill_body(request, NIXL) == (
+        b'{"stream":false,'
+        + untouched
+        + b',"max_tokens":1,"kv_transfer_params":'
+        + (NIXL["kv_transfer_params"] or b"")
+        + b"}"
+    )
+    assert openai.decode_body(request, PARAMS) == (
+        b'{"stream":true,' + untouched + b',"kv_transfer_params":' + PARAMS + b"}"
+    )
+
+
+# ── the decode leg ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _params() -> Any:
+    return json.loads(PARAMS)
+
+
+def test_without_params_the_decoder_gets_the_clients_own_bytes() -> None:
+    text = b'{ "prompt" : "hi" , "n":2, "max_tokens":5, "max_tokens":7 }'
+
+    assert openai.decode_body(openai.parse(text), None) == text
+
+
+def test_the_handoffs_params_are_passed_on_verbatim() -> None:
+    text = b'{ "prompt" : "hi" }'
+
+    assert openai.decode_body(openai.parse(text), PARAMS) == b'{ "prompt" : "hi","kv_transfer_params":' + PARAMS + b" }"
+
+
+def test_with_repeated_keys_both_legs_act_on_the_last_and_have_each_once() -> None:
+    request = openai.parse(b'{"max_tokens":5,"prompt":"a","max_tok\\u0065ns":7,"prompt":"b"}')
+
+    assert openai.prefill_body(request, {}) == b'{"max_tokens":1,"prompt":"b","stream":false}'
+    assert openai.decode_body(request, PARAMS) == (
+        b'{"max_tokens":7,"prompt":"b","kv_transfer_params":' + PARAMS + b"}"
+    )
+
+
+# ── a client's own connector params never survive ────────────────────────────────────────────────────────────────────
+
+_SMUGGLED = [
+    b'{"kv_transfer_params":{"do_remote_prefill":true}}',
+    b'{"kv_transfer_params":null}',
+    b'{"kv_transfer_params":""}',
+    b'{"kv_transfer_param\\u0073":{}}',
+    b'{"\\u006b\\u0076_transfer_params":{},"kv_transfer_params":{}}',
+    b'{"kv_transfer_params":{},"kv_transfer_params":{}}',
+    b'{"ec_transfer_params":{"a":1},"batch_kv_transfer_params":{"b":1}}',
+    b'{"vllm_xargs":{"kv_transfer_params":""}}',
+    b'{"vllm_xargs":{"kv_transfer_params":0,"kv_transfer_params":[]}}',
+    b'{"vllm_x\\u0061rgs":{"kv_transfer_p\\u0061rams":["do_remote_decode"]}}',
+    b'{"vllm_xargs":{},"vllm_xargs":{"kv_transfer_params":""}}',
+    b'{"vllm_xargs":{"kv_transfer_params":""},"vllm_xargs":{"kv_transfer_params":1}}',
+    b'{"vllm_xargs" : { "ec_transfer_params" : 1 } }',
+    b'{"extra_args":{"kv_transfer_params":{}}}',
+    b'{"sampling_params":{"extra_args":{"kv_transfer_params":{"do_remote_prefill":true}}}}',
+    b'{"sampling_params":{"kv_transfer_params":{},"extra_args":{"a":{"kv":1},"kv_transfer_params":{}}}}',
+]
+
+
+def _connector_keys(value: Any, path: str = "") -> list[str]:
+    """Every place in a decoded body under which an engine would find connector params."""
+    found = []
+    for key, inner in value.items():
+        here = f"{path}{key}"
+        if key in ("kv_transfer_params", "ec_transfer_params", "batch_kv_transfer_params"):
+            found.append(here)
+        elif isinstance(inner, dict) and here in (
+            "vllm_xargs",
+            "extra_args",
+            "sampling_params",
+            "sampling_params.extra_args",
+        ):
+            found += _connector_keys(inner, here + ".")
+    return found
+
+
+@pytest.mark.parametrize("text", _SMUGGLED)
+def test_connector_params_of_a_client_are_removed_from_every_leg(text: bytes) -> None:
+    request = openai.parse(b'{"prompt":"hi","seed":1.50,' + text[1:])
+
+    for body in (openai.prefill_body(request, {}), openai.decode_body(request, None)):
+        assert _connector_keys(json.loads(body)) == []
+        assert b'"prompt":"hi","seed":1.50' in body
+    assert _connector_keys(json.loads(openai.prefill_body(request, NIXL))) == ["kv_transfer_params"]
+    handed = json.loads(openai.decode_body(request, PARAMS))
+    assert _connector_keys(handed) == ["kv_transfer_params"]
+    assert handed["kv_transfer_params"] == _params()
+
+
+def test_what_stands_beside_nested_connector_params_is_kept() -> None:
+    text = b'{"vllm_xargs":{ "bad_words" : ["a"], "kv_transfer_params":"", "seed":9007199254740993 },"prompt":"hi"}'
+
+    assert openai.decode_body(openai.parse(text), None) == (
+        b'{"vllm_xargs":{ "bad_words" : ["a"], "seed":9007199254740993 },"prompt":"hi"}'
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"vllm_xargs":{"a":1},"prompt":"hi"}',
+        b'{"vllm_xargs":null,"sampling_params":[1],"extra_args":"kv_transfer_params"}',
+        b'{"metadata":{"kv_transfer_params":"a client\'s own note"},"messages":[{"content":"kv_transfer_params"}]}',
+    ],
+)
+def test_what_no_connector_reads_is_left_alone(text: bytes) -> None:
+    assert openai.decode_body(openai.parse(text), None) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"vllm_xargs":{"\xed\xa0\x80":1,"kv_transfer_params":""}}',
+        b'{"vllm_xargs":{"\\ud800":1,"kv_transfer_params":""}}',
+        b'{"sampling_params":{"extra_args":{"\xff":1,"kv_transfer_params":{}}}}',
+    ],
+)
+def test_nested_arguments_that_cannot_be_cleaned_make_the_body_unreadable(text: bytes) -> None:
+    """Python's json module, which engines use, reads the first two."""
+    with pytest.raises(BadJson):
+        openai.parse(text)
+
+
+def test_nesting_of_the_same_arguments_costs_nothing() -> None:
+    depth = 300
+    text = b'{"extra_args":' * depth + b'{"kv_transfer_params":1,"pad":"' + b"x" * 100_000 + b'"}' + b"}" * depth
+
+    assert openai.decode_body(openai.parse(text), None) == text  # no engine looks that deep
+
+
+def test_absurd_nesting_is_reported_as_such() -> None:
+    with pytest.raises(TooDeep):
+        openai.parse(b'{"n":' + b"[" * 50_000 + b"]" * 50_000 + b"}")
+
+
+@pytest.mark.parametrize("text", _SMUGGLED)
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_dialects_that_only_pythons_parser_reads_are_searched_too(text: bytes, encoding: str) -> None:
+    body = text.decode().encode(encoding)
+
+    with pytest.raises(BadJson):
+        openai.parse(body)
+    assert openai.smuggles_connector_keys(json.loads(body))
+
+
+@pytest.mark.parametrize("odd", ["NaN", "Infinity", "-Infinity", '"\\ud800"'])
+@pytest.mark.parametrize("text", _SMUGGLED)
+def test_numbers_and_strings_that_only_pythons_parser_reads_hide_nothing(text: bytes, odd: str) -> None:
+    body = b'{"temperature":%b,' % odd.encode() + text[1:]
+
+    with pytest.raises(BadJson):
+        openai.parse(body)
+    assert openai.smuggles_connector_keys(json.loads(body))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        [{"kv_transfer_params": {}}],
+        "kv_transfer_params",
+        {},
+        {"temperature": float("nan"), "messages": [{"kv_transfer_params": 1}], "vllm_xargs": [], "extra_args": None},
+    ],
+)
+def test_harmless_dialect_bodies_pass(value: Any) -> None:
+    assert not openai.smuggles_connector_keys(value)
+
+
+_members = st.sampled_from([*openai.CONNECTOR_KEYS, "vllm_xargs", "extra_args", "sampling_params", "prompt", "n"])
+_trees = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(_members, inner, max_size=4) | st.lists(inner, max_size=2),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(_members, _trees, max_size=5))
+def test_both_ways_of_looking_agree_on_what_steers_a_connector(value: dict[str, Any]) -> None:
+    request = _request(value)
+
+    assert openai.smuggles_connector_keys(value) == (openai.decode_body(request, None) != request.text)
+    assert not openai.smuggles_connector_keys(json.loads(openai.decode_body(request, None)))
+    assert not openai.smuggles_connector_keys(json.loads(openai.prefill_body(request, {})))
