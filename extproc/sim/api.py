@@ -276,6 +276,7 @@ class _NoAnswer:
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        listener.forget(scope)
         if self._close:
             listener.close(scope)
         await _disconnected(receive)

@@ -29,6 +29,11 @@ def close(scope: Scope) -> None:
     scope["extensions"][_KEY]["transport"].close()
 
 
+def forget(scope: Scope) -> None:
+    """This request will never be answered: closing the port need not wait for it."""
+    scope["extensions"][_KEY]["silent"].add(scope["extensions"][_KEY]["transport"])
+
+
 def _reset(transport: asyncio.Transport) -> None:
     # Event loops wrap their sockets in different ways; a duplicate of the descriptor is the same connection.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as raw:
@@ -46,19 +51,26 @@ class HttpListener:
         self.host = host
         self.port = port
 
+        silent: set[asyncio.Transport] = set()
+
         class Protocol(HttpToolsProtocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
                 if reset_next is not None and reset_next():
                     _reset(transport)
 
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                silent.discard(self.transport)
+
             def on_message_begin(self) -> None:
                 super().on_message_begin()
-                extensions: Any = {_KEY: {"transport": self.transport}}
+                extensions: Any = {_KEY: {"transport": self.transport, "silent": silent}}
                 self.scope["extensions"] = extensions
 
         self._config = uvicorn.Config(app, http=Protocol, lifespan="off", log_config=None, access_log=False, ws="none")
         self._protocol = Protocol
+        self._silent = silent
         self._state = ServerState()
         self._server: asyncio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
@@ -91,14 +103,14 @@ class HttpListener:
         self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
 
     def refuse(self) -> None:
-        """Close the port and drop idle connections. Requests in progress go on."""
+        """Close the port and idle connections. Requests in progress go on."""
         if self._server is not None:
             self._server.close()
             self._server = None
         for connection in list(self._state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is None or cycle.response_complete:
-                connection.transport.abort()
+                connection.transport.close()  # not a reset, which could overtake the last answer
 
     async def resume(self) -> None:
         """Open the port. Raises OSError when somebody else has it."""
@@ -117,10 +129,14 @@ class HttpListener:
         if self._clock is not None:
             self._clock.cancel()
         self.refuse()
+        for transport in list(self._silent):
+            _reset(transport)
         if self._state.tasks and grace_s:
             await asyncio.wait(list(self._state.tasks), timeout=grace_s)
+            self.refuse()
         for connection in list(self._state.connections):
-            _reset(connection.transport)
+            if not connection.transport.is_closing():
+                _reset(connection.transport)
         if self._state.tasks:
             await asyncio.wait(list(self._state.tasks), timeout=1.0)
         for task in list(self._state.tasks):

@@ -85,7 +85,7 @@ class SimEngine:
         if self.failures.has("refuse"):
             self._api.refuse()
 
-    async def stop(self, *, grace_s: float = 0.2) -> None:
+    async def stop(self, *, grace_s: float = 2.0) -> None:
         """End everything; requests in progress get an error."""
         self.engine.stop()
         if self._closing is not None:
@@ -105,7 +105,7 @@ class SimEngine:
         self._closing = asyncio.create_task(self._close_after_death())
 
     async def _close_after_death(self) -> None:
-        await self._api.stop(grace_s=1.0)
+        await self._api.stop(grace_s=2.0)
         await self.connector.stop()
 
     async def __aenter__(self) -> Self:
@@ -136,7 +136,7 @@ class SimEngine:
     async def until(self, condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
         """Wait until something holds, like ``lambda: not engine.pinned``. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110 (what is waited for lies in many places, none of which is an event)
+            while not condition():
                 await asyncio.sleep(0.002)
 
     # -- state ---------------------------------------------------------------------------------------------------
