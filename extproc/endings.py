@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from extproc.connectors import connector, known
+from extproc.fleet.verdicts import decoder_verdicts
 from extproc.outcomes import classify, is_final
 from extproc.pb.envoy.data.accesslog.v3 import accesslog_pb2
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
@@ -26,6 +27,7 @@ from extproc.ticket import Ticket, TicketError, TicketSigner
 if TYPE_CHECKING:
     from extproc.config import Release
     from extproc.connectors import Handoff
+    from extproc.fleet.fleet import Fleet
     from extproc.releaseways import ReleaseWays
     from extproc.telemetry.metrics import Metrics
     from extproc.telemetry.recent import Recent
@@ -41,6 +43,7 @@ class Endings:
         settings: Release,
         signer: TicketSigner,
         ways: ReleaseWays,
+        fleet: Fleet,
         releases: ReleaseService,
         metrics: Metrics,
         recent: Recent,
@@ -48,6 +51,7 @@ class Endings:
         self._settings = settings
         self._signer = signer
         self._ways = ways
+        self._fleet = fleet
         self._releases = releases
         self._metrics = metrics
         self._recent = recent
@@ -132,6 +136,9 @@ class Endings:
             self._metrics.tickets_refused.labels(error.reason).inc()
             log.warning("ticket refused", reason=error.reason)
             return
+        # Only entries with a ticket of ours are believed about engines: anybody may write to this port.
+        for endpoint, reason in decoder_verdicts(entry, ending):
+            self._fleet.judge_decoder(endpoint, reason)
         if connector(ticket.connector).leaves_pinned(ending):
             self._releases.request(ticket)
 

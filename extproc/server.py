@@ -87,7 +87,7 @@ class Server:
         stack.push_async_callback(channels.aclose)
         ways = ReleaseWays(config.release, fleet, client, channels)
         self.releases = ReleaseService(config.release, ways, metrics, recent)
-        self._endings = Endings(config.release, ticket.signer(config), ways, self.releases, metrics, recent)
+        self._endings = Endings(config.release, ticket.signer(config), ways, fleet, self.releases, metrics, recent)
         self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched)
         self.service = Service(config, fleet, self._prefiller, self._endings, metrics, recent)
         self._health = health.aio.HealthServicer()

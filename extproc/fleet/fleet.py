@@ -165,6 +165,15 @@ class Fleet:
         if engine.health.succeeded():
             log.info("engine back", engine=engine.name, role=engine.role)
 
+    def judge_decoder(self, endpoint: str, reason: str | None) -> None:
+        """A request's end tells that the decoder at ``ip:port`` failed for a reason, or (None) that it worked."""
+        if (engine := self.decoder_at(endpoint)) is None:
+            return
+        if reason is None:
+            self.succeeded(engine)
+        else:
+            self.failed(engine, reason)
+
     def failed(self, engine: Engine, reason: str) -> None:
         if engine.health.failed(reason, self.settings.outlier, time.monotonic()):
             log.warning("engine ejected", engine=engine.name, role=engine.role, reason=reason)
