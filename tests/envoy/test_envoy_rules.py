@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import httpx
 import pytest
 
+from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.processes import envoy_process
 from tests.support.engines import Answer, StubEngine
-from tests.support.scripted_service import BODY, Handler, scripted, serving
-from tests.support.violations import BUFFERED_VIOLATIONS, FULL_DUPLEX_VIOLATIONS, HANGS, Violation
+from tests.support.scripted_envoy import Mode, ScriptedEnvoy
+from tests.support.scripted_service import (
+    BODY,
+    Handler,
+    Script,
+    chunk,
+    header,
+    immediate,
+    length,
+    on_body,
+    on_headers,
+    on_response,
+    overriding,
+    scripted,
+    serving,
+)
+from tests.support.violations import BUFFERED_VIOLATIONS, FULL_DUPLEX_VIOLATIONS, HANGS, HEADERS, Violation
 
 pytestmark = pytest.mark.envoy
 
@@ -102,13 +118,13 @@ class FirstRead:
         return self._first.pop() if self._first else await self._context.read()
 
 
-def playing(cases: Mapping[str, Violation]) -> Handler:
-    """A service that breaks the protocol in the way that the request's x-case header names."""
+def playing(scripts: Mapping[str, Script]) -> Handler:
+    """A service that plays the script which the request's x-case header names."""
 
     async def handle(context: Any) -> None:
         first = await context.read()
         names = [line.raw_value for line in first.request_headers.headers.headers if line.key == "x-case"]
-        await scripted(cases[names[0].decode()].script)(FirstRead(context, first))
+        await scripted(scripts[names[0].decode()])(FirstRead(context, first))
 
     return handle
 
@@ -128,7 +144,7 @@ async def outcome(client: httpx.AsyncClient, name: str) -> tuple[int, str]:
 async def test_violations(mode: str, cases: Mapping[str, Violation]) -> None:
     async with (
         StubEngine("decode", respond=lambda _: Answer.json({"padding": "0123456789"})) as engine,
-        serving(playing(cases)) as (service, _),
+        serving(playing({name: case.script for name, case in cases.items()})) as (service, _),
         envoy_process(bootstrap(service, engine.endpoint, mode), concurrency=1) as envoy,
     ):
         address = (await envoy.listeners())["gateway"]
@@ -141,3 +157,80 @@ async def test_violations(mode: str, cases: Mapping[str, Violation]) -> None:
         for name, case in cases.items()
     }
     assert dict(zip(cases, outcomes, strict=True)) == expected
+
+
+GOOD: dict[Mode, dict[str, Script]] = {
+    "BUFFERED": {
+        "nothing": {},
+        "headers": {
+            HEADERS: [on_headers(header("X-Dup", b"3"), header(":path", b"/p"), remove=["x-dup", "X-L"])],
+            "request_body": [on_body(header("x-dup", b"\xff"), header("x-new", b""))],
+            "response_headers": [on_response(header("x-up", b"2"), header(":status", b"201"))],
+        },
+        "body": {"request_body": [on_body(length(3), body=b"abc")]},
+        "emptied body": {"request_body": [on_body(length(0), body=b"")]},
+        "body without length": {
+            HEADERS: [on_headers(remove=["content-length"])],
+            "request_body": [on_body(body=b"abc")],
+        },
+        "replaced body": {HEADERS: [on_headers(length(3), status=1, body_mutation=ext_proc.BodyMutation(body=b"abc"))]},
+        "no body shown": {HEADERS: [overriding(on_headers(header("x-a", b"1")), request_body_mode="NONE")]},
+        "no response shown": {
+            HEADERS: [overriding(on_headers(), request_body_mode="BUFFERED", response_header_mode="SKIP")]
+        },
+        "answered": {"request_body": [immediate(header("content-type", b"a/b"), details="a b")]},
+    },
+    "FULL_DUPLEX_STREAMED": {
+        "chunks": {
+            HEADERS: [on_headers(header("x-a", b"1"), remove=["x-l"])],
+            "request_body": [chunk(b"x" * 65_536), chunk(b""), chunk(b"y", end=True)],
+            "response_headers": [on_response(header("x-up", b"2"))],
+        },
+        "answered": {HEADERS: [immediate()], "request_body": []},
+    },
+}
+# Lines that real clients and the real Envoy add, and how the body is framed.
+NOT_COMPARED = frozenset(
+    "host accept accept-encoding connection user-agent x-request-id x-case transfer-encoding date server x-details "
+    "x-envoy-upstream-service-time x-envoy-expected-rq-timeout-ms".split()
+)
+
+
+def comparable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted((name.lower(), value) for name, value in headers if name.lower() not in NOT_COMPARED)
+
+
+@pytest.mark.parametrize("mode", GOOD)
+async def test_good_replies(mode: Mode) -> None:
+    """Upstream and client get the same from both."""
+    answer = [("content-length", "10"), ("x-up", "1")]
+    async with (
+        StubEngine("decode", respond=lambda _: Answer(headers=answer[1:], body=b"0123456789")) as engine,
+        serving(playing(GOOD[mode])) as (service, _),
+        envoy_process(bootstrap(service, engine.endpoint, mode), concurrency=1) as envoy,
+        ScriptedEnvoy(service, mode=mode) as scripted_envoy,
+        httpx.AsyncClient(base_url=f"http://{(await envoy.listeners())['gateway']}") as http,
+    ):
+        for name in GOOD[mode]:
+            request: list[tuple[str, str | bytes]] = [
+                ("x-case", name),
+                ("X-Dup", "1"),
+                ("x-dup", "2"),
+                ("x-l", b"\xe9"),
+            ]
+            exchange = await scripted_envoy.request("POST", "/v1/x?q=1", request, BODY)
+            client = exchange.immediate or await exchange.response(200, answer)
+            await exchange.finish()
+            engine.requests.clear()
+            response = await http.post("/v1/x?q=1", content=BODY, headers=request)  # type: ignore[arg-type]
+            got = (response.status_code, comparable(response.headers.multi_items()))
+            assert got == (client.status, comparable(client.headers)), name
+            if exchange.immediate is not None:
+                got_answer = (response.content, response.headers.get("x-details", ""))
+                assert got_answer == (client.body, exchange.immediate.details), name
+                assert engine.requests == []
+            else:
+                (real,) = engine.requests
+                upstream = exchange.upstream
+                expected = (upstream.method, upstream.path, comparable(upstream.headers), upstream.body)
+                assert (real.method, real.target, comparable(real.headers), real.body) == expected, name
