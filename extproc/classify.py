@@ -10,8 +10,8 @@ from extproc.errors import RequestError
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.prefill import Header
 
-# Headers by which Envoy, an endpoint picker or an engine is steered. Only this service sets them; Envoy ignores a
-# client's attempt when we remove or overwrite it.
+# Headers by which Envoy, an endpoint picker or an engine is steered. Only this service sets them: a client's own are
+# taken off the request.
 STEERING: Final = frozenset(
     (
         "x-gateway-destination-endpoint",
@@ -21,6 +21,9 @@ STEERING: Final = frozenset(
     )
 )
 _STEERING_PREFIX: Final = "x-extproc-"
+
+# The one media type that vLLM takes for its JSON endpoints.
+_JSON: Final = "application/json"
 
 # Bodies that no engine reads as JSON: not looked into, so not held in memory either.
 _OPAQUE_TYPES: Final = ("multipart/", "audio/", "image/", "video/", "application/octet-stream")
@@ -40,7 +43,7 @@ class Request:
     content_encoding: str
     upgrade: bool
     spoofed: tuple[str, ...]
-    """Steering headers that the client sent."""
+    """Headers of the client that must not reach an engine."""
 
     @property
     def client_id(self) -> str | None:
@@ -84,6 +87,11 @@ def read_headers(message: ext_proc.HttpHeaders) -> Request:
         return first.get(name, b"").decode("latin-1")
 
     method = text(":method")
+    upgrade = method == "CONNECT" or "upgrade" in first
+    spoofed = [name for name in first if name in STEERING or name.startswith(_STEERING_PREFIX)]
+    if upgrade and method not in ("GET", "CONNECT") and "content-type" in first:
+        # The body of an upgrade is never seen here. An engine that ignores the upgrade must not read it as JSON.
+        spoofed.append("content-type")
     return Request(
         method=method,
         path=text(":path"),
@@ -92,24 +100,29 @@ def read_headers(message: ext_proc.HttpHeaders) -> Request:
         request_id=first.get("x-request-id"),
         content_type=text("content-type").lower(),
         content_encoding=text("content-encoding").lower(),
-        upgrade=method == "CONNECT" or "upgrade" in first,
-        spoofed=tuple(name for name in first if name in STEERING or name.startswith(_STEERING_PREFIX)),
+        upgrade=upgrade,
+        spoofed=tuple(spoofed),
     )
 
 
 def plan(request: Request, paths: Collection[str]) -> Candidate | Inspect | Pass:
-    """Raises RequestError (415) for a compressed body: engines do not decode one, and neither can it be checked."""
+    """``paths`` are those to disaggregate, exact and without a query.
+
+    Raises RequestError (415) for a compressed body: what is in it could not be checked.
+    """
     if request.upgrade:
         return Pass("upgrade", no_body=not request.has_body)
     if not request.has_body:
         return Pass("method" if request.method != "POST" else "no_body", no_body=True)
+    if request.content_type.startswith(_OPAQUE_TYPES):
+        return Pass("content_type", no_body=False)
     if request.content_encoding not in ("", "identity"):
         message = f"Content-Encoding {request.content_encoding!r} is not supported; send the body uncompressed."
         raise RequestError(415, "unsupported_content_encoding", message)
-    if request.content_type.startswith(_OPAQUE_TYPES):
-        return Pass("content_type", no_body=False)
     if request.method != "POST":
         return Inspect("method")
     if request.route_path not in paths:
         return Inspect("path")
+    if request.content_type.partition(";")[0] != _JSON:
+        return Inspect("content_type")  # the engine's refusal is the client's answer
     return Candidate()
