@@ -76,6 +76,8 @@ class Exchange:
         self._closed = False
         self._failed_attempts: Sequence[str] = ()
         self._started = time.monotonic()
+        self._prefill_from: float | None = None
+        self._prefill_to: float | None = None
         self.request_id = str(uuid.uuid4())
         self.decision = "none"
         self.prefilled: Prefilled | None = None
@@ -235,7 +237,7 @@ class Exchange:
         budget = self._service.config.prefill.budget_s
         if not self._streamed:  # in the full-duplex mode Envoy has no message timeout
             await self._send(replies.more_time(budget + _TIMEOUT_MARGIN_S))
-        started = time.monotonic()
+        self._prefill_from = time.monotonic()
         params: bytes | None = None
         try:
             prefilled = await self._service.prefill(
@@ -262,7 +264,8 @@ class Exchange:
                 self.request_id = prefilled.request_id
             params = prefilled.handoff.params
             self._decided("disaggregated")
-        self._timings.append(f"prefill;dur={(time.monotonic() - started) * 1000:.1f}")
+        self._prefill_to = time.monotonic()
+        self._timings.append(f"prefill;dur={(self._prefill_to - self._prefill_from) * 1000:.1f}")
         await self._to_decoder(text, openai.decode_body(body, params), destination, trailers)
 
     def _need(self, body: JsonObject, text: bytes) -> Need:
@@ -377,8 +380,14 @@ class Exchange:
             "failed_attempts": list(self._failed_attempts) or None,
             "status": self.status,
             "prefill_ms": round(self.prefilled.seconds * 1000, 1) if self.prefilled else None,
+            "queued_ms": round(self.prefilled.queued_s * 1000, 1) if self.prefilled else None,
+            "prefill_from_ms": self._since_start(self._prefill_from),
+            "prefill_to_ms": self._since_start(self._prefill_to),
             "total_ms": round((time.monotonic() - self._started) * 1000, 1),
         }
+
+    def _since_start(self, moment: float | None) -> float | None:
+        return None if moment is None else round((moment - self._started) * 1000, 1)
 
     def _settle(self, handoff: Handoff, let_go: bool) -> None:
         endings = self._service.endings

@@ -59,6 +59,8 @@ class Prefilled:
     seconds: float
     failed_attempts: Sequence[str] = ()
     """Why the attempts before this one failed."""
+    queued_s: float = 0.0
+    """Spent waiting for a place on a prefiller."""
 
 
 class PrefillRefused(Exception):
@@ -112,12 +114,15 @@ class Prefiller:
 
         Cancelling it abandons the running attempt.
         """
+        queued_s = 0.0
         reasons: list[str] = []
         tried: list[Engine] = []
         while len(tried) < self._settings.attempts:
+            asked_at = time.monotonic()
             reservation = await self._admission.reserve(
                 request.need, client=self._client_key(request), exclude=tried, where=_paired_with(request.pairing)
             )
+            queued_s += time.monotonic() - asked_at
             if reservation is None:
                 if not tried:
                     reasons.append("no_engine")
@@ -127,7 +132,7 @@ class Prefiller:
             outcome = await self._supervised(reservation, request, request_id)
             if isinstance(outcome, Prefilled):
                 if not outcome.handoff.expired(time.monotonic()):
-                    return replace(outcome, failed_attempts=reasons)
+                    return replace(outcome, failed_attempts=reasons, queued_s=queued_s)
                 # The engine may have recycled the blocks: a decoder would answer 200 with wrong text.
                 self._metrics.handoffs_expired.inc()
                 outcome = "expired"

@@ -94,7 +94,7 @@ class Server:
         await self._set_health(_NOT_SERVING)
         await stack.enter_async_context(self._grpc_server())
         if config.admin.listen:
-            app = admin.application(self.service, self.why_not_ready)
+            app = admin.application(self.service, self.releases, self.why_not_ready)
             self.admin_port = await stack.enter_async_context(admin.serving(app, config.admin.listen))
         stack.push_async_callback(self._cancel_background)
         resolver = Resolver(fleet, config.fleet.resolve_s)

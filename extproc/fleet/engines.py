@@ -137,6 +137,16 @@ class Engine:
         """No new work; what runs may finish."""
         return self.drained or self.spec.drain
 
+    def state(self, now: float) -> str:
+        """In one word: unresolved, draining, unhealthy (by probes), ejected (by failed requests) or ready."""
+        if self.address is None:
+            return "unresolved"
+        if self.draining:
+            return "draining"
+        if self.health.probed_ok is False:
+            return "unhealthy"
+        return "ejected" if self.health.ejected(now) else "ready"
+
     @property
     def full(self) -> bool:
         """At its cap of requests from this process."""
