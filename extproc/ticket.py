@@ -64,12 +64,13 @@ _decode = msgspec.msgpack.Decoder(Ticket).decode
 
 
 class TicketSigner:
-    """Seals and opens tickets with one key."""
+    """Seals tickets, and opens those that a signer with the same key has sealed."""
 
     def __init__(self, key: bytes) -> None:
         self._key = hashlib.sha256(b"extproc ticket\0" + key).digest()
 
     def seal(self, ticket: Ticket) -> str:
+        """The ticket as URL-safe text of a few hundred characters."""
         payload = _encoder.encode(ticket)
         return base64.urlsafe_b64encode(payload + self._mac(payload)).decode().rstrip("=")
 
@@ -103,11 +104,14 @@ class TicketSigner:
 def signer(config: Config) -> TicketSigner:
     """The signer of a configuration. Replicas with the same configuration open each other's tickets.
 
-    Without ``release.ticket_key`` the key is derived from the fleet's configuration, engine keys included.
+    Without ``release.ticket_key`` the key is derived from the engines' addresses and API keys: where the engines have
+    no API keys, it is no better kept than the configuration.
     """
-    if config.release.ticket_key is not None:
+    if config.release.ticket_key:
         return TicketSigner(config.release.ticket_key.get_secret_value().encode())
     fleet = config.fleet
+    names = [[engine.url for engine in fleet.prefill], [engine.url for engine in fleet.decode]]
+    names.append([f"{entry.role} {entry.name}" for entry in fleet.dns])
     keys = [fleet.api_key, *(engine.api_key for engine in (*fleet.prefill, *fleet.decode))]
-    secrets = [key.get_secret_value() if key else "" for key in keys]
-    return TicketSigner(repr((fleet.model_dump(mode="json", exclude={"api_key"}), secrets)).encode())
+    keys += [entry.api_key for entry in fleet.dns]
+    return TicketSigner(repr((names, [key.get_secret_value() if key else "" for key in keys])).encode())
