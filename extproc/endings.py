@@ -2,27 +2,31 @@
 
 Envoy's access log decides, on whichever replica it reaches. Where none comes in, the gRPC streams do: one that ends
 before the response headers counts as reset, an answer of 4xx or 5xx as refused, anything later as completed.
+
+Nothing is released while a decoder may still read: that would hand it other requests' blocks, and its prefix cache
+would keep them. So an ending must be sure, and a decoder gets a moment to notice that it has lost its client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
+from extproc.connections import Connections
 from extproc.connectors import connector, known
 from extproc.fleet.verdicts import decoder_verdicts
-from extproc.outcomes import classify, is_final
+from extproc.outcomes import Outcome, classify, is_final
 from extproc.pb.envoy.data.accesslog.v3 import accesslog_pb2
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
-from extproc.release import ReleaseService, ticket_for
+from extproc.release import ReleaseService, SeenHandoffs, ticket_for
 from extproc.replies import OWN_NAMESPACE, TICKET
 from extproc.telemetry.logs import log
-from extproc.ticket import Ticket, TicketError, TicketSigner
+from extproc.ticket import MAX_CHARS, Ticket, TicketError, TicketSigner
 
 if TYPE_CHECKING:
     from extproc.config import Release
@@ -32,7 +36,32 @@ if TYPE_CHECKING:
     from extproc.telemetry.metrics import Metrics
     from extproc.telemetry.recent import Recent
 
-_REMEMBERED: Final = 100_000
+# How long a reply of ours may be on its way to Envoy: a stream that ends within that time may have ended before it.
+_REPLY_S: Final = 0.5
+# Until a decoder whose client is gone has stopped: it notices in some 10 ms, and its engine at the next step.
+_DECODER_STOPS_S: Final = 0.1
+# Outcomes that no decoder is at work after.
+_NOBODY_READS: Final = (Outcome.DECODE_UNREACHABLE, Outcome.DECODE_REFUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """A handoff that was given to Envoy. ``ticket`` tells whether Envoy can give it back."""
+
+    handoff: Handoff
+    at: float
+    ticket: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    """A handoff whose stream ended before its ending was known: the response's status, if any, and when it ended."""
+
+    handoff: Handoff
+    status: int | None
+    connection: str
+    at: float
+    timer: asyncio.TimerHandle
 
 
 class Endings:
@@ -55,39 +84,55 @@ class Endings:
         self._releases = releases
         self._metrics = metrics
         self._recent = recent
-        self._on_their_way: dict[int, Handoff] = {}
-        self._settling: dict[int, Handoff] = {}
-        self._decided: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._on_their_way: dict[int, _Dispatched] = {}
+        self._settling: dict[int, _Settling] = {}
+        self._decided = SeenHandoffs()
         self._logs: set[asyncio.Task[Any]] = set()
-        self._log_seen = False
+        self._tickets_seen = False
+        self.connections = Connections()
         metrics.handoffs_open.set_function(lambda: len(self._on_their_way) + len(self._settling))
 
     # ── what exchanges tell ───────────────────────────────────────────────────────────────────────────────────────
 
     def dispatched(self, handoff: Handoff, request_id: str) -> str | None:
         """The handoff goes to Envoy; returns the ticket to send along, or None where none would be of use."""
-        self._on_their_way[id(handoff)] = handoff
-        self._recent.handed_over(request_id, (handoff.prefiller.endpoint or "", handoff.remote_request_id))
+        self._recent.handed_over(request_id, _handoff_id(handoff))
+        text = self._sealed(handoff)
+        self._on_their_way[id(handoff)] = _Dispatched(handoff, time.monotonic(), text is not None)
+        return text
+
+    def _sealed(self, handoff: Handoff) -> str | None:
         ticket = ticket_for(handoff)
-        return None if ticket is None else self._signer.seal(ticket)
+        if ticket is None:
+            return None
+        try:
+            text = self._signer.seal(ticket)
+        except (OverflowError, TypeError, ValueError) as error:  # params that msgpack has no way to say
+            log.warning("no ticket for these params", connector=ticket.connector, error=str(error))
+            return None
+        if len(text) > MAX_CHARS:
+            log.warning("ticket too large", connector=ticket.connector, characters=len(text))
+            return None
+        return text
 
     def never_dispatched(self, handoff: Handoff) -> None:
         """The client left, or we failed, before the decode leg: nobody will read these blocks."""
+        self._on_their_way.pop(id(handoff), None)
         self._release(handoff)
 
-    def stream_ended(self, handoff: Handoff, status: int | None) -> None:
-        """The ext_proc stream is over. ``status`` is the response's, or None where it had not come.
+    def stream_ended(self, handoff: Handoff, status: int | None, connection: str) -> None:
+        """The ext_proc stream on that connection is over. ``status`` is the response's, or None where it had not come.
 
         The access log may still have to say why: it gets a moment.
         """
-        if self._on_their_way.pop(id(handoff), None) is None:
+        dispatched = self._on_their_way.pop(id(handoff), None)
+        if dispatched is None or (status is not None and status < 400):
             return
-        suspicious = status is None or status >= 400
-        if not suspicious and self._trusts_log:
-            return
-        self._settling[id(handoff)] = handoff
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._settings.settle_s, self._settle, handoff, status is None)
+        now = time.monotonic()
+        if dispatched.ticket and self._trusts_log and (status is not None or now - dispatched.at > _REPLY_S):
+            return  # Envoy has the ticket, and gives it to some replica
+        timer = asyncio.get_running_loop().call_later(self._settings.settle_s, self._settle, id(handoff))
+        self._settling[id(handoff)] = _Settling(handoff, status, connection, now, timer)
 
     def let_go(self, handoff: Handoff) -> None:
         """We leave, the request goes on: another replica hears of its end."""
@@ -96,18 +141,19 @@ class Endings:
     @property
     def _trusts_log(self) -> bool:
         mode = self._settings.outcomes_from
-        return mode == "access_log" or (mode == "auto" and self._log_seen)
+        return mode == "access_log" or (mode == "auto" and self._tickets_seen)
 
-    def _settle(self, handoff: Handoff, unanswered: bool) -> None:
+    def _settle(self, key: int) -> None:
         """The time for an access-log entry is up."""
-        del self._settling[id(handoff)]
-        key = (handoff.prefiller.endpoint or "", handoff.remote_request_id)
-        if key in self._decided:
+        settling = self._settling.pop(key)
+        handoff = settling.handoff
+        if _handoff_id(handoff) in self._decided:
             return
-        if self._trusts_log and (not unanswered or not self._logs):
-            # The entry went to another replica; or the connection to Envoy broke, and the decoder may be reading.
-            return
-        self._release(handoff)
+        if settling.status is None and self.connections.broke(settling.connection, settling.at):
+            log.warning("connection to Envoy broke", remote_request_id=handoff.remote_request_id)
+            self._releases.leave_to_timer(handoff)  # the request may go on without us
+        else:
+            self._release(handoff)
 
     def _release(self, handoff: Handoff) -> None:
         ticket = ticket_for(handoff)
@@ -122,7 +168,6 @@ class Endings:
         """One request's end."""
         if not is_final(entry):
             return
-        self._log_seen = True
         ending = classify(entry)
         self._metrics.outcomes.labels(ending.outcome).inc()
         if request_id := entry.request.request_id:
@@ -136,36 +181,47 @@ class Endings:
             self._metrics.tickets_refused.labels(error.reason).inc()
             log.warning("ticket refused", reason=error.reason)
             return
+        self._tickets_seen = True
         # Only entries with a ticket of ours are believed about engines: anybody may write to this port.
         for endpoint, reason in decoder_verdicts(entry, ending):
             self._fleet.judge_decoder(endpoint, reason)
         if connector(ticket.connector).leaves_pinned(ending):
-            self._releases.request(ticket)
+            self._releases.request(ticket, delay_s=0.0 if ending.outcome in _NOBODY_READS else _DECODER_STOPS_S)
 
     def _open(self, text: str) -> Ticket:
         ticket = self._signer.open(text)
         if not known(ticket.connector) or self._ways.prefiller(ticket.prefiller) is None:
             raise TicketError("unknown_engine")
-        now = time.time()
-        while self._decided and (len(self._decided) >= _REMEMBERED or next(iter(self._decided.values())) < now):
-            self._decided.popitem(last=False)
-        if ticket.handoff_id in self._decided:
+        if not self._decided.add(ticket):
             raise TicketError("replayed")
-        self._decided[ticket.handoff_id] = ticket.issued_at + ticket.lease_s
         return ticket
 
-    def log_opened(self, task: asyncio.Task[Any]) -> None:
+    def log_opened(self, task: asyncio.Task[Any], connection: str) -> None:
         self._logs.add(task)
+        self.connections.opened(connection)
 
-    def log_closed(self, task: asyncio.Task[Any]) -> None:
+    def log_closed(self, task: asyncio.Task[Any], connection: str) -> None:
         self._logs.discard(task)
+        self.connections.closed(connection)
 
-    async def flush(self) -> None:
-        """Decide what still waits for the access log, then let its streams go."""
-        if self._settling:
-            await asyncio.sleep(self._settings.settle_s)
+    async def flush(self, deadline: float) -> None:
+        """Decide what still waits for the access log, then let its streams go: Envoy opens others, to other replicas.
+
+        ``deadline`` is ``time.monotonic()``; what is not settled by then is decided as it stands.
+        """
+        last = max((settling.timer.when() for settling in self._settling.values()), default=0.0)
+        wait = last - asyncio.get_running_loop().time()
+        if self._settling and wait > 0:
+            await asyncio.sleep(min(wait, max(0.0, deadline - time.monotonic())))
+        for key, settling in list(self._settling.items()):
+            settling.timer.cancel()
+            self._settle(key)
         for task in list(self._logs):
             task.cancel()
+
+
+def _handoff_id(handoff: Handoff) -> tuple[str, str]:
+    return handoff.prefiller.endpoint or "", handoff.remote_request_id
 
 
 def _timings(entry: accesslog_pb2.HTTPAccessLogEntry) -> dict[str, Any]:
@@ -200,7 +256,8 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):
     ) -> als_pb2.StreamAccessLogsResponse:
         task = asyncio.current_task()
         assert task is not None
-        self._endings.log_opened(task)
+        connection = context.peer()
+        self._endings.log_opened(task, connection)
         try:
             async for message in request_iterator:
                 for entry in message.http_logs.log_entry:
@@ -213,5 +270,5 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):
                 return als_pb2.StreamAccessLogsResponse()  # drained
             raise
         finally:
-            self._endings.log_closed(task)
+            self._endings.log_closed(task, connection)
         return als_pb2.StreamAccessLogsResponse()

@@ -58,9 +58,10 @@ class State(enum.Enum):
 class Exchange:
     """Feed it Envoy's messages with :meth:`on`; call :meth:`close` once the stream is over, however it ended."""
 
-    def __init__(self, service: Service, send: Send) -> None:
+    def __init__(self, service: Service, send: Send, connection: str = "") -> None:
         self._service = service
         self._send = send
+        self._connection = connection
         self._state = State.HEADERS
         self._streamed = False
         self._response_streamed = False
@@ -394,7 +395,7 @@ class Exchange:
         if let_go:
             endings.let_go(handoff)
         elif self._state in (State.DISPATCHED, State.RESPONDING):
-            endings.stream_ended(handoff, self.status)
+            endings.stream_ended(handoff, self.status, self._connection)
         else:
             endings.never_dispatched(handoff)
 

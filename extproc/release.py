@@ -7,9 +7,9 @@ nothing is pending.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 Result = Literal["released", "refused", "timed_out", "dropped"]
 RESULTS: Final[tuple[Result, ...]] = ("released", "refused", "timed_out", "dropped")
 
+TICKET_LIFE_S: Final = 600.0
+"""How long tickets are good at least. Blocks can be pinned for longer than the lease that a handoff must be sent in:
+decoders' heartbeats prolong it (NIXL), and vLLM Ascend's own timer is 480 s."""
+
 _REMEMBERED: Final = 100_000
 _RETRY_S: Final = 0.1
 
@@ -45,9 +49,37 @@ class Accounts:
         return self.requested - sum(self.ended.values())
 
 
+class SeenHandoffs:
+    """Handoffs by their id, for as long as their blocks may be pinned. Bounded: the oldest go first."""
+
+    def __init__(self, limit: int = _REMEMBERED) -> None:
+        self._limit = limit
+        self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def add(self, ticket: Ticket) -> bool:
+        """False where the ticket's handoff is known already."""
+        if ticket.handoff_id in self._until:
+            return False
+        now = time.time()
+        while self._until and (len(self._until) >= self._limit or next(iter(self._until.values())) < now):
+            self._until.popitem(last=False)
+        self._until[ticket.handoff_id] = ticket.issued_at + ticket.lease_s
+        return True
+
+    def __contains__(self, handoff_id: object) -> bool:
+        return handoff_id in self._until
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
 def ticket_for(handoff: Handoff) -> Ticket | None:
     """The ticket of a handoff; None where only the engine's timer can free its blocks."""
-    data = handoff.connector.release_data(handoff)
+    try:
+        data = handoff.connector.release_data(handoff)
+    except (LookupError, TypeError, ValueError) as error:  # params of a shape that no known engine gives
+        log.warning("unknown shape of params", connector=handoff.connector.name, error=str(error))
+        return None
     if data is None:
         return None
     age = time.monotonic() - handoff.made_at
@@ -57,34 +89,38 @@ def ticket_for(handoff: Handoff) -> Ticket | None:
         prefiller=handoff.prefiller.endpoint or "",
         request_id=handoff.remote_request_id,
         issued_at=round(time.time() - age, 3),
-        lease_s=handoff.prefiller.lease_s,
+        lease_s=max(handoff.prefiller.lease_s, TICKET_LIFE_S),
         data=data,
     )
 
 
 class ReleaseService:
-    """Takes tickets, at most once per handoff, and works them off in the background."""
+    """Takes tickets, at most once per handoff, and works them off in the background, one task for each."""
 
     def __init__(self, settings: Release, ways: ReleaseWays, metrics: Metrics, recent: Recent) -> None:
         self._settings = settings
         self._ways = ways
         self._metrics = metrics
         self._recent = recent
-        self._waiting: deque[tuple[Ticket, float]] = deque()
-        self._running: set[asyncio.Task[None]] = set()
-        self._seen: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._tasks: set[asyncio.Task[Result]] = set()
+        # Held during a try, not between two: an engine that does not answer must not keep the others' turn.
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._seen = SeenHandoffs()
+        self._closed = False
         self.accounts = Accounts()
 
-    def request(self, ticket: Ticket) -> bool:
-        """Have this handoff's blocks freed. Returns at once; False where it has been asked for before."""
-        if not self._remember(ticket):
+    def request(self, ticket: Ticket, *, delay_s: float = 0.0) -> bool:
+        """Have this handoff's blocks freed, ``delay_s`` from now. Returns at once; False where it was asked before."""
+        if not self._seen.add(ticket):
             return False
+        asked_at = time.monotonic()
         self.accounts.requested += 1
-        if len(self._waiting) >= self._settings.queue:
-            self._end(ticket, "dropped", time.monotonic())
+        if self._closed or len(self._tasks) >= self._settings.queue:
+            self._end(ticket, asked_at, "dropped")
             return True
-        self._waiting.append((ticket, time.monotonic()))
-        self._start_workers()
+        task = asyncio.create_task(self._release(ticket, delay_s), name="release")
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._done, ticket, asked_at))
         return True
 
     def leave_to_timer(self, handoff: Handoff) -> None:
@@ -93,62 +129,39 @@ class ReleaseService:
         self._metrics.releases.labels(handoff.connector.name, "left_to_timer").inc()
 
     async def flush(self, deadline: float) -> None:
-        """Finish what is queued by ``deadline`` (``time.monotonic()``); what is left then counts as dropped."""
-        while self._running and (remaining := deadline - time.monotonic()) > 0:
-            await asyncio.wait(set(self._running), timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
-        running = list(self._running)
-        for task in running:
+        """Finish what is queued by ``deadline`` (``time.monotonic()``); what is left or comes later is dropped."""
+        while self._tasks and (remaining := deadline - time.monotonic()) > 0:
+            await asyncio.wait(set(self._tasks), timeout=remaining)
+        self._closed = True
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        while self._waiting:
-            self._end(*self._drop())
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _drop(self) -> tuple[Ticket, Result, float]:
-        ticket, asked_at = self._waiting.popleft()
-        return ticket, "dropped", asked_at
-
-    def _remember(self, ticket: Ticket) -> bool:
-        """At most one release per handoff, for as long as its blocks may be pinned."""
-        now = time.time()
-        while self._seen and (len(self._seen) >= _REMEMBERED or next(iter(self._seen.values())) < now):
-            self._seen.popitem(last=False)
-        if ticket.handoff_id in self._seen:
-            return False
-        self._seen[ticket.handoff_id] = ticket.issued_at + ticket.lease_s
-        return True
-
-    def _start_workers(self) -> None:
-        if len(self._running) < self._settings.concurrency:
-            task = asyncio.create_task(self._work(), name="release")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-
-    async def _work(self) -> None:
-        while self._waiting:
-            ticket, asked_at = self._waiting.popleft()
-            result: Result = "dropped"
-            try:
-                result = await self._release(ticket, asked_at)
-            finally:
-                self._end(ticket, result, asked_at)
-
-    async def _release(self, ticket: Ticket, asked_at: float) -> Result:
+    async def _release(self, ticket: Ticket, delay_s: float) -> Result:
         """Try until an engine answers or the time is up."""
-        deadline = asked_at + self._settings.deadline_s
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                while True:
-                    try:
-                        result = await connector(ticket.connector).release(ticket, self._ways)
-                    except Exception:  # noqa: BLE001 (the worker must live on, and the release must be counted)
-                        log.exception("release failed", connector=ticket.connector)
-                        return "refused"
-                    if result is not ReleaseResult.UNREACHABLE:
-                        return "released" if result is ReleaseResult.RELEASED else "refused"
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                while (result := await self._try(ticket)) is ReleaseResult.UNREACHABLE:
                     await asyncio.sleep(_RETRY_S)
-        return "timed_out"
+        except TimeoutError:
+            return "timed_out"
+        return "released" if result is ReleaseResult.RELEASED else "refused"
 
-    def _end(self, ticket: Ticket, result: Result, asked_at: float) -> None:
+    async def _try(self, ticket: Ticket) -> ReleaseResult:
+        async with self._slots:
+            try:
+                return await connector(ticket.connector).release(ticket, self._ways)
+            except Exception:  # noqa: BLE001 (the release must be counted, whatever an engine answered)
+                log.exception("release failed", connector=ticket.connector)
+                return ReleaseResult.REFUSED
+
+    def _done(self, ticket: Ticket, asked_at: float, task: asyncio.Task[Result]) -> None:
+        self._tasks.discard(task)
+        self._end(ticket, asked_at, "dropped" if task.cancelled() else task.result())
+
+    def _end(self, ticket: Ticket, asked_at: float, result: Result) -> None:
         self.accounts.ended[result] += 1
         self._metrics.releases.labels(ticket.connector, result).inc()
         seconds = time.monotonic() - asked_at

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from extproc import sidechannel
 from extproc.enginehttp import EngineAnswer, EngineClient, EngineUnavailable
+from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
     from extproc.config import Release
@@ -20,6 +23,9 @@ _FIRST_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 2.0
 # How long an endpoint of unknown kind may take to answer an abort before it is asked the other way.
 _LEARNING_S: Final = 0.25
+# A decoder refuses in some 10 ms. One that takes longer is not waited for alone.
+_SLOW_S: Final = 0.2
+_FOREIGN_HOSTS_TOLD: Final = 100
 
 AscendMessage = Literal["abort", "done"]
 
@@ -52,6 +58,8 @@ class ReleaseWays:
         self._channels = channels
         self._backoff = Backoff()
         self._ascend_messages: dict[str, AscendMessage] = {}
+        self._foreign_hosts: set[str] = set()
+        fleet.on_change(self._forget_engines_gone)
 
     def prefiller(self, endpoint: str) -> Engine | None:
         """The fleet's prefiller at ``ip:port``."""
@@ -67,24 +75,68 @@ class ReleaseWays:
         engine = self.prefiller(prefiller)
         if engine is None or engine.address is None:
             return None
-        if host is not None and host not in (engine.address, engine.host, *engine.side_channel_hosts):
+        if host is not None and host not in _hosts(engine):
+            if host not in self._foreign_hosts and len(self._foreign_hosts) < _FOREIGN_HOSTS_TOLD:
+                self._foreign_hosts.add(host)
+                hint = "if it is one of its hosts, list it in side_channel_hosts"
+                log.warning("prefiller names a host that is not its own", engine=engine.name, host=host, hint=hint)
             return None
         return sidechannel.endpoint(host or engine.address, port)
 
-    async def ask_decoders(self, path: str, body: bytes) -> AsyncIterator[EngineAnswer]:
-        """POST to one decoder after the other, those first that answered last time; yields each answer."""
-        decoders = self._fleet.preferences("decode")
-        for engine in sorted(decoders, key=lambda engine: self._backoff.closed(engine.url)):
-            headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
-            if engine.api_key:
-                headers.append((b"authorization", b"Bearer " + engine.api_key.encode()))
-            try:
-                answer = await self._client.post(engine.url + path, body, headers, timeout_s=self._settings.timeout_s)
-            except EngineUnavailable:
-                self._backoff.note(engine.url, answered=False)
-            else:
-                self._backoff.note(engine.url, answered=True)
-                yield answer
+    def _forget_engines_gone(self) -> None:
+        """Close the sockets of engines that have left the fleet; a late release may still open one again."""
+        hosts = {host for engine in self._fleet.engines("prefill") for host in _hosts(engine)}
+        for address in self._channels.addresses:
+            host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            if host not in hosts:
+                self._channels.forget(address)
+                self._ascend_messages.pop(address, None)
+
+    async def ask_decoders(self, prefiller: str, path: str, body: bytes) -> AsyncGenerator[EngineAnswer]:
+        """POST to decoders that this prefiller hands over to until the caller has had enough; yields their answers.
+
+        The next one is asked when the one before has failed, has not given what the caller wants, or is slow: a
+        decoder that hangs may be the reason for the release. Close the iterator to end the calls that still run.
+        """
+        decoders = deque(self._decoders_for(prefiller))
+        calls: set[asyncio.Task[EngineAnswer | None]] = set()
+        try:
+            while decoders or calls:
+                if decoders:
+                    calls.add(asyncio.create_task(self._post(decoders.popleft(), path, body), name="release by decode"))
+                done, calls = await asyncio.wait(
+                    calls, timeout=_SLOW_S if decoders else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for call in done:
+                    if (answer := call.result()) is not None:
+                        yield answer
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def _decoders_for(self, prefiller: str) -> list[Engine]:
+        """All that could do it, those first that should answer at once. A draining or full decoder can say no, too."""
+        pairing = engine.pairing if (engine := self.prefiller(prefiller)) else None
+        now = time.monotonic()
+        decoders = [e for e in self._fleet.engines("decode") if e.address is not None and e.pairing == pairing]
+        random.shuffle(decoders)
+        return sorted(
+            decoders,
+            key=lambda e: (self._backoff.closed(e.url), e.health.probed_ok is False, e.health.ejected(now)),
+        )
+
+    async def _post(self, engine: Engine, path: str, body: bytes) -> EngineAnswer | None:
+        headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+        if engine.api_key:
+            headers.append((b"authorization", b"Bearer " + engine.api_key.encode()))
+        try:
+            answer = await self._client.post(engine.url + path, body, headers, timeout_s=self._settings.timeout_s)
+        except EngineUnavailable:
+            self._backoff.note(engine.url, answered=False)
+            return None
+        self._backoff.note(engine.url, answered=True)
+        return answer
 
     async def ask_side_channels(self, addresses: Sequence[str], payload: bytes) -> list[bytes | None]:
         """Send to all at once; a reply, or None, for each."""
@@ -95,20 +147,20 @@ class ReleaseWays:
         return await asyncio.gather(*(self._release_on_rank(address, request_id) for address in addresses))
 
     async def _release_on_rank(self, address: str, request_id: str) -> bytes | None:
-        """Stock listeners do not answer an abort. What an endpoint understands is learnt once."""
-        message = self._ascend_messages.get(address)
-        if self._settings.ascend_message != "auto":
-            message = self._settings.ascend_message
-        if message == "abort":
-            return await self._ask(address, sidechannel.abort_request(request_id), self._settings.timeout_s)
-        if message is None and not self._backoff.closed(address):
+        """Stock listeners do not answer an abort. What an endpoint understands is learnt, and forgotten with it."""
+        learning = self._settings.ascend_message == "auto"
+        message = self._ascend_messages.get(address) if learning else self._settings.ascend_message
+        abort, done = sidechannel.abort_request(request_id), sidechannel.done_receiving(request_id)
+        if learning and message is None and not self._backoff.closed(address):
             patience = min(_LEARNING_S, self._settings.timeout_s)
-            reply = await self._channels.request(address, sidechannel.abort_request(request_id), timeout_s=patience)
+            reply = await self._channels.request(address, abort, timeout_s=patience)
             if reply is not None:
                 self._ascend_messages[address] = "abort"
                 return reply
-        reply = await self._ask(address, sidechannel.done_receiving(request_id), self._settings.timeout_s)
-        if reply is not None and message is None:
+        reply = await self._ask(address, abort if message == "abort" else done, self._settings.timeout_s)
+        if learning and reply is None:
+            self._ascend_messages.pop(address, None)  # another release may be running there by now
+        elif learning and message is None:
             self._ascend_messages[address] = "done"
         return reply
 
@@ -118,3 +170,7 @@ class ReleaseWays:
         reply = await self._channels.request(address, payload, timeout_s=timeout_s)
         self._backoff.note(address, answered=reply is not None)
         return reply
+
+
+def _hosts(engine: Engine) -> tuple[str | None, ...]:
+    return engine.address, engine.host, *engine.side_channel_hosts

@@ -157,7 +157,7 @@ class Server:
         stopping = asyncio.create_task(server.stop(max(0.0, deadline - time.monotonic())), name="stop")
         await self.service.let_go(deadline)
         await self._prefiller.flush(deadline)
-        await self._endings.flush()
+        await self._endings.flush(deadline)
         eds.close()
         await self.releases.flush(deadline)
         await stopping

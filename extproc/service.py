@@ -120,8 +120,10 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     async def Process(self, _: Any, context: Any) -> None:  # noqa: N802 (gRPC's name)
         """Clean-up hangs on ``finally``: a stream that is reset while we wait for a message simply ends."""
-        exchange = Exchange(self._service, context.write)
+        connection = context.peer()
+        exchange = Exchange(self._service, context.write, connection)
         self._service.opened(exchange, asyncio.current_task())  # type: ignore[arg-type]
+        self._service.endings.connections.opened(connection)
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
                 await exchange.on(message)
@@ -131,4 +133,5 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
             exchange.close(let_go=True)
         finally:
             exchange.close()
+            self._service.endings.connections.closed(connection)
             self._service.closed(exchange)

@@ -6,6 +6,7 @@ scheduler asserts or waits for ever, and its engine dies when the client leaves.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from extproc.ticket import Ticket
 
 _NO_SUCH_MODEL: Final = "extproc-release"
+# What a rank of the plugin says when it has let go, or holds nothing (any more).
+_NOT_PINNED: Final = (sidechannel.ACK, b"UNKNOWN")
 
 _PREFILL_EDITS: Mapping[str, bytes | None] = {
     "kv_transfer_params": (
@@ -59,11 +62,12 @@ class Nixl(Connector):
             {"model": _NO_SUCH_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(ticket.data)}
         ).encode()
         result = ReleaseResult.UNREACHABLE
-        async for answer in ways.ask_decoders("/v1/completions", body):
-            if _rejected_as_meant(answer):
-                return ReleaseResult.RELEASED
-            if answer.status < 500:
-                result = ReleaseResult.REFUSED
+        async with contextlib.aclosing(ways.ask_decoders(ticket.prefiller, "/v1/completions", body)) as answers:
+            async for answer in answers:
+                if _rejected_as_meant(answer):
+                    return ReleaseResult.RELEASED
+                if answer.status < 500:
+                    result = ReleaseResult.REFUSED
         return result
 
     async def _abort_by_plugin(self, ticket: Ticket, ways: ReleaseWays) -> bool:
@@ -75,7 +79,7 @@ class Nixl(Connector):
         replies = await ways.ask_side_channels(
             [address for address in addresses if address], sidechannel.abort_request(ticket.request_id)
         )
-        return len(replies) == len(ranks) and all(reply == sidechannel.ACK for reply in replies)
+        return len(replies) == len(ranks) and all(reply in _NOT_PINNED for reply in replies)
 
     def required(self) -> tuple[str, ...]:
         return ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_port")
