@@ -102,7 +102,7 @@ class VllmEngine(Process):
             log=directory / f"{name or role}.log",
             name=name or role,
             ready=f"{self.url}/health",
-            ready_timeout_s=options.pop("ready_timeout_s", 300.0),
+            ready_timeout_s=options.pop("ready_timeout_s", 600.0),
             stop_timeout_s=options.pop("stop_timeout_s", 15.0),
             env={
                 **_COMMON_ENV,

@@ -1,0 +1,98 @@
+"""Real engines, started once for all tests of this folder. Without ``make vllm`` these tests are skipped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from extproc.demo.vllm.install import find
+from extproc.demo.vllm.launch import VllmEngine, running
+from extproc.errors import ConfigError
+from tests.vllm.two_step import freed
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            # A first test's setup starts engines: half a minute on two idle cores, minutes on busy ones.
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: VllmEngine
+    decode: VllmEngine
+
+
+@contextmanager
+def _started(*engines: VllmEngine) -> Iterator[None]:
+    with asyncio.Runner() as runner:
+        everything = running(*engines)
+        runner.run(everything.__aenter__())
+        try:
+            yield
+        finally:
+            runner.run(everything.__aexit__(None, None, None))
+
+
+async def _unharmed(*engines: VllmEngine) -> None:
+    """Alive, answering, with no block in use: no test may hide what it left behind."""
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+        for engine in engines:
+            assert engine.running, f"{engine.name} died:\n{engine.tail()}"
+            assert (await client.get(f"{engine.url}/health")).status_code == 200
+            await freed(engine)
+
+
+@pytest.fixture(scope="session")
+def vllm_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engines' logs go. Skips the test when there is no vLLM."""
+    try:
+        find()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def _pair(vllm_directory: Path) -> Iterator[Pair]:
+    prefill = VllmEngine("prefill", directory=vllm_directory)
+    decode = VllmEngine("decode", directory=vllm_directory, load_failure_policy="recompute")
+    with _started(prefill, decode):
+        yield Pair(prefill, decode)
+
+
+@pytest.fixture(scope="session")
+def _abortable(vllm_directory: Path) -> Iterator[VllmEngine]:
+    engine = VllmEngine(
+        "prefill",
+        name="abortable",
+        directory=vllm_directory,
+        plugin=True,
+        env={"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"},
+    )
+    with _started(engine):
+        yield engine
+
+
+@pytest.fixture
+async def pair(_pair: Pair) -> AsyncIterator[Pair]:
+    """A stock prefiller and a stock decoder, which prefills itself what it cannot get. Checked after each test."""
+    yield _pair
+    await _unharmed(_pair.prefill, _pair.decode)
+
+
+@pytest.fixture
+async def abortable(_abortable: VllmEngine) -> AsyncIterator[VllmEngine]:
+    """A prefiller with extproc.vllm_plugin, whose internal request ids are predictable. Checked after each test."""
+    yield _abortable
+    await _unharmed(_abortable)
