@@ -127,8 +127,17 @@ class StubEngine:
     Probes (GET) are answered and recorded apart.
     """
 
-    def __init__(self, role: Role = "prefill", *, respond: Respond | None = None, refusing: bool = False) -> None:
+    def __init__(
+        self,
+        role: Role = "prefill",
+        *,
+        respond: Respond | None = None,
+        refusing: bool = False,
+        models: Iterable[str] = ("m",),
+    ) -> None:
         self.role = role
+        self.models = list(models)
+        """What /v1/models lists."""
         self.respond: Respond = respond or (answer_prefill if role == "prefill" else answer_decode)
         self.hang = False
         self.close_on_nth: int | None = None
@@ -233,26 +242,24 @@ class StubEngine:
 
     # ---- serving ----
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
-        await self._count(connections=1, open_connections=1)
-        connection = _Connection(self, self.connections, reader, writer)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await connection.serve()
+            await self._count(connections=1, open_connections=1)
+            await _Connection(self, self.connections, reader, writer).serve()
         except (CloseConnection, ConnectionError, h11.RemoteProtocolError):
             pass
-        except asyncio.CancelledError:
-            if not task.cancelling():
-                raise
         except Exception as fault:  # noqa: BLE001
             self._faults.append(fault)
         finally:
             writer.close()
-            with contextlib.suppress(ConnectionError):
+            # Stopping cancels us, maybe right here.
+            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
-            self._tasks.discard(task)
             await self._count(open_connections=-1)
 
     async def record(self, request: RecordedRequest) -> None:
@@ -262,7 +269,7 @@ class StubEngine:
 
     async def answer(self, request: RecordedRequest) -> Answer:
         if request.method == "GET":
-            return _answer_probe(request)
+            return self._answer_probe(request)
         if request.nth == self.close_on_nth:
             raise CloseConnection
         if self.hang:
@@ -273,21 +280,22 @@ class StubEngine:
             await asyncio.sleep(answer.delay_s)
         return answer
 
+    def _answer_probe(self, request: RecordedRequest) -> Answer:
+        match request.target.partition("?")[0]:
+            case "/health":
+                return Answer()
+            case "/v1/models":
+                return Answer.json(
+                    {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
+                )
+            case "/version":
+                return Answer.json({"version": "0.32.0"})
+            case "/metrics":
+                return Answer(headers=[("content-type", "text/plain; version=0.0.4")], body=b"")
+        return Answer.json({"detail": "Not Found"}, status=404)
+
     async def count_answer(self, *, complete: bool) -> None:
         await self._count(**{"answered" if complete else "disconnects": 1})
-
-
-def _answer_probe(request: RecordedRequest) -> Answer:
-    match request.target.partition("?")[0]:
-        case "/health":
-            return Answer()
-        case "/v1/models":
-            return Answer.json({"object": "list", "data": [{"id": "stub", "object": "model"}]})
-        case "/version":
-            return Answer.json({"version": "0.32.0"})
-        case "/metrics":
-            return Answer(headers=[("content-type", "text/plain; version=0.0.4")], body=b"")
-    return Answer.json({"detail": "Not Found"}, status=404)
 
 
 class _Connection:

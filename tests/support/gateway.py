@@ -4,7 +4,7 @@
 
     async with Gateway.started({"prefill": {"on_failure": "decode"}}) as gateway:
         gateway.prefillers[0].respond = lambda _: Answer(500)
-        response = await gateway.post({"model": "m", "prompt": "hi"})
+        response = await gateway.post({"model": "stub", "prompt": "hi"})
         decode = await gateway.decoders[0].request()
 
 The service runs in the test's own event loop, or as a process (``service="process"``) where a test ends it.
@@ -35,7 +35,7 @@ from tests.support.engines import Answer, RecordedRequest, StubEngine, answer_de
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
-CHAT_BODY: Final = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
+CHAT_BODY: Final = b'{"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
 
 Settings = Mapping[str, Mapping[str, Any]]
 Change = Callable[[dict[str, Any]], None]
@@ -123,6 +123,9 @@ class Gateway:
             "fleet": {
                 "prefill": [{"url": engine.url, "name": f"prefill-{n}"} for n, engine in enumerate(self.prefillers, 1)],
                 "decode": [{"url": engine.url, "name": f"decode-{n}"} for n, engine in enumerate(self.decoders, 1)],
+                # A test's engines must not be shunned for what they did in the test before.
+                "health": {"unhealthy_after": 1_000_000},
+                "outlier": {"consecutive": 1_000_000},
             },
             "routing": {"prefill_policy": "round_robin", "decode_policy": "round_robin"},
             "life": {"notice_s": 0.0, "drain_s": 5.0},
@@ -154,7 +157,8 @@ class Gateway:
     async def _start_envoy(
         self, stack: contextlib.AsyncExitStack, values: dict[str, Any], change: Change | None
     ) -> None:
-        bootstrap = render(build({**values, "envoy": {**values["envoy"], "extproc": self.grpc_address}}))
+        config = build({**values, "envoy": {**values["envoy"], "extproc": self.grpc_address}})
+        bootstrap = await asyncio.to_thread(render, config)  # the first one takes a second or two
         if change is not None:
             parsed = yaml.safe_load(bootstrap)
             change(parsed)
@@ -232,8 +236,7 @@ class Gateway:
         return {",".join(sample.labels.values()): int(sample.value) for sample in samples if sample.value}
 
     async def _admin(self, path: str) -> str:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            return (await client.get(f"{self.admin_url}{path}")).raise_for_status().text
+        return (await self.client.get(f"{self.admin_url}{path}")).raise_for_status().text
 
     async def settled(self) -> None:
         """Wait until nothing of any request is left: streams, reservations, open handoffs. Raises TimeoutError."""
