@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,11 +22,16 @@ from extproc.errors import ExtprocError
 # Slow enough to watch, fast enough not to bore: 300 µs a prompt token, 5 ms an answer token.
 _SIM_ARGUMENTS = ("--prefill-us-per-token", "300", "--decode-ms-per-token", "5", "--blocks", "512")
 
+# A probe must not notice the refusing decoder before a request does: the demo shows what Envoy does then.
+_SETTINGS = {"fleet": {"health": {"interval_s": 2.0, "unhealthy_after": 10}}}
+
 
 def run(*, once: bool, kind: EngineKind) -> None:
     """Exits the process: 0 when every scenario went as it should."""
     try:
-        sys.exit(asyncio.run(_demo(Console(), once=once, kind=kind)))
+        # Where output goes to a file or a pipe there is no width to ask for.
+        console = Console(width=None if sys.stdout.isatty() else 110)
+        sys.exit(asyncio.run(_demo(console, once=once, kind=kind)))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -41,6 +47,7 @@ async def _demo(console: Console, *, once: bool, kind: EngineKind) -> int:
                     decode=engines,
                     kind=kind,
                     engine_arguments=_SIM_ARGUMENTS,
+                    settings=_SETTINGS,
                     progress=lambda text: status.update(f"{text} …"),
                 )
                 await stack.__aenter__()
@@ -58,7 +65,7 @@ async def _show(console: Console, stack: Stack, *, once: bool) -> int:
     failures = 0
     table = _table()
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-        for number, scenario in enumerate(SCENARIOS, 1):
+        for scenario in SCENARIOS:
             if scenario.simulated_only and stack.kind != "sim":
                 continue
             with console.status(scenario.title):
@@ -67,9 +74,9 @@ async def _show(console: Console, stack: Stack, *, once: bool) -> int:
                 except (ScenarioFailed, httpx.HTTPError, TimeoutError) as error:
                     failures += 1
                     text = str(error) or type(error).__name__
-                    table.add_row(str(number), f"{scenario.title}\n[red]✗ {escape(text)}[/]")
+                    table.add_row(f"{scenario.title}\n[red]✗ {escape(text)}[/]")
                 else:
-                    table.add_row(str(number), *_row(shown))
+                    table.add_row(*_row(shown))
     console.print(table)
     console.print("[red]something is wrong: see ✗ above[/]" if failures else "[green]all as it should be[/]")
     if not once:
@@ -90,9 +97,8 @@ def _introduce(console: Console, stack: Stack) -> None:
 
 
 def _table() -> Table:
-    table = Table(title="what happened to each request", show_lines=True)
-    table.add_column("#", no_wrap=True)
-    table.add_column("request", min_width=28, overflow="fold")
+    table = Table(title="what happened to each request", show_lines=True, box=box.SIMPLE)
+    table.add_column("request", min_width=30, overflow="fold")
     for column in ("prefill", "decode", "first byte", "total", "outcome"):
         table.add_column(column, no_wrap=column != "outcome", overflow="fold")
     return table

@@ -16,6 +16,7 @@ from extproc.demo.stack import DemoEngine, Stack
 
 _QUESTION = "What is the difference between prefill and decode when a language model answers? " * 6
 _FREED_WITHIN_S = 5.0
+_TRIES = 8
 
 
 class ScenarioFailed(Exception):
@@ -114,7 +115,7 @@ async def failing_prefiller(stack: Stack, client: httpx.AsyncClient) -> Shown:
     broken = stack.named("prefill-1")
     await stack.fail(broken, "status", status=500, leg="prefill")
     try:
-        for number in range(2):  # whose turn it is decides which of the two meets the broken one
+        for number in range(_TRIES):  # load decides which request meets the broken one
             body = _chat(f"{_QUESTION} Attempt {number}.")
             shown = await _compare(stack, client, "/v1/chat/completions", body, "prefill-1 answers 500")
             if reasons := shown.record.get("failed_attempts"):
@@ -130,7 +131,7 @@ async def refusing_decoder(stack: Stack, client: httpx.AsyncClient) -> Shown:
     gone = stack.named("decode-1")
     await stack.fail(gone, "refuse")
     try:
-        for number in range(2):
+        for number in range(_TRIES):
             request_id = _id()
             body = _chat(f"{_QUESTION} Decoder {number}.")
             await _post(client, stack.url, "/v1/chat/completions", body, request_id)
