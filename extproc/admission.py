@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,23 +19,32 @@ from extproc.picking import Need
 
 if TYPE_CHECKING:
     from extproc import config
-    from extproc.fleet.fleet import Fleet, Where
+    from extproc.fleet.fleet import Fleet, Pairing
     from extproc.telemetry.metrics import Metrics
 
 _SMOOTHING: Final = 0.2
+_LONGEST_INTERVAL_S: Final = 1.0
 _MAX_RETRY_AFTER_S: Final = 30
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
     need: Need
-    exclude: Collection[Engine]
-    where: Where | None
-    granted: asyncio.Future[Reservation]
+    exclude: tuple[Engine, ...]
+    pairing: Pairing | None
+    granted: asyncio.Future[Reservation | RequestError | None]
+
+    @property
+    def kind(self) -> Hashable:
+        """Two waiters of one kind can be served by the same engines."""
+        return self.need.model, self.need.subset, self.exclude, self.pairing
 
 
 class Admission:
-    """Hands out reservations on prefillers. Clients take turns; one client's requests are served in their order."""
+    """Hands out reservations on prefillers. Clients take turns; one client's requests are served in their order.
+
+    A request that only other engines could serve than those that are full overtakes the ones that wait for them.
+    """
 
     def __init__(self, settings: config.Admission, fleet: Fleet, metrics: Metrics) -> None:
         self._settings = settings
@@ -50,73 +59,112 @@ class Admission:
         fleet.on_change(self._serve)
 
     async def reserve(
-        self, need: Need, *, client: bytes = b"", exclude: Collection[Engine] = (), where: Where | None = None
+        self,
+        need: Need,
+        *,
+        client: bytes = b"",
+        exclude: tuple[Engine, ...] = (),
+        pairing: Pairing | None = None,
+        patience_s: float | None = None,
     ) -> Reservation | None:
         """A place on the best prefiller, at once or after a wait. None where no engine could ever give one.
 
-        Raises RequestError: 429 when the queue is full or its end cannot be reached in time, 503 after waiting in vain.
+        ``patience_s`` is the configured ``max_wait_s`` by default. Raises RequestError: 429 when the queue is full or
+        its end cannot be reached in time, 503 after waiting in vain.
         """
-        if not self._count and (reservation := self._fleet.reserve("prefill", need, exclude=exclude, where=where)):
+        waiter = _Waiter(need, exclude, pairing, asyncio.get_running_loop().create_future())
+        self._serve()
+        # Whoever waits could not be served: what is free now is of use to none of them, and overtaking does no harm.
+        if reservation := self._reserve(waiter):
             return reservation
-        if not any(e not in exclude and (where is None or where(e)) for e in self._fleet.usable("prefill", need)):
+        if not self._usable(waiter):
             return None
-        expected_s = self._expected_wait()
-        if self._count >= self._settings.queue or expected_s > self._settings.max_wait_s:
-            self._metrics.queue_rejections.labels("full").inc()
-            raise RequestError(
-                429,
-                "queue_full",
-                "All prefill engines are busy and the queue is full.",
-                type="rate_limit_error",
-                headers={"retry-after": _retry_after(expected_s)},
-            )
-        return await self._wait(_Waiter(need, exclude, where, asyncio.get_running_loop().create_future()), client)
+        patience_s = self._settings.max_wait_s if patience_s is None else patience_s
+        self._make_room(client, patience_s)
+        return await self._wait(waiter, client, patience_s)
 
-    async def _wait(self, waiter: _Waiter, client: bytes) -> Reservation:
+    def _make_room(self, client: bytes, patience_s: float) -> None:
+        """Raises RequestError (429) where this client's next request has no place in the queue."""
+        if (expected_s := self._expected_wait(client)) > patience_s:
+            raise self._full(expected_s)
+        if self._count < self._settings.queue:
+            return
+        # No client keeps the others out: the last in the longest line gives way.
+        longest = max(self._waiting, key=lambda key: len(self._waiting[key]), default=client)
+        own = len(self._waiting.get(client, ()))
+        if len(self._waiting.get(longest, ())) <= own + 1:
+            raise self._full(expected_s)
+        last = self._waiting[longest][-1]
+        self._remove(last, longest)
+        last.granted.set_result(self._full(expected_s))
+
+    async def _wait(self, waiter: _Waiter, client: bytes, patience_s: float) -> Reservation | None:
         started = time.monotonic()
+        granted = waiter.granted
         self._waiting.setdefault(client, deque()).append(waiter)
         self._count += 1
-        self._serve()
         try:
-            return await asyncio.wait_for(asyncio.shield(waiter.granted), self._settings.max_wait_s)
-        except TimeoutError:
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                return waiter.granted.result()
+            await asyncio.wait({granted}, timeout=max(0.0, patience_s))
+        except asyncio.CancelledError:
+            if granted.done() and isinstance(reservation := granted.result(), Reservation):
+                reservation.release()
+            raise
+        finally:
+            self._remove(waiter, client)
+            self._metrics.queue_seconds.observe(time.monotonic() - started)
+        if not granted.done():
             self._metrics.queue_rejections.labels("timeout").inc()
             raise RequestError(
                 503,
                 "queue_timeout",
                 "No prefill engine became free in time.",
-                headers={"retry-after": _retry_after(self._expected_wait())},
-            ) from None
-        except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                waiter.granted.result().release()
-            raise
-        finally:
-            waiter.granted.cancel()
-            self._remove(waiter, client)
-            self._metrics.queue_seconds.observe(time.monotonic() - started)
+                headers={"retry-after": _retry_after(self._expected_wait(client))},
+            )
+        result = granted.result()
+        if isinstance(result, RequestError):
+            raise result
+        return result
 
     def _serve(self) -> None:
         """Give free places to those who wait, one client after the other, until nobody can be served."""
+        busy: set[Hashable] = set()
         progress = True
         while progress and self._count:
             progress = False
             for client in list(self._waiting):
-                waiter = self._waiting[client][0]
-                reservation = self._fleet.reserve("prefill", waiter.need, exclude=waiter.exclude, where=waiter.where)
-                if reservation is None:
-                    continue
-                progress = True
-                self._remove(waiter, client)
-                if client in self._waiting:
-                    self._waiting.move_to_end(client)
-                now = time.monotonic()
-                if self._last_grant:
-                    self._interval_s += _SMOOTHING * (min(1.0, now - self._last_grant) - self._interval_s)
-                self._last_grant = now
-                waiter.granted.set_result(reservation)
+                progress |= self._serve_client(client, busy)
+
+    def _serve_client(self, client: bytes, busy: set[Hashable]) -> bool:
+        """Settle the client's first request that can be. ``busy`` collects kinds for which nothing is free."""
+        for waiter in self._waiting[client]:
+            if waiter.kind in busy:
+                continue
+            reservation = self._reserve(waiter)
+            if reservation is None and self._usable(waiter):
+                busy.add(waiter.kind)
+                continue
+            self._remove(waiter, client)
+            if reservation is not None:
+                self._granted(client)
+            waiter.granted.set_result(reservation)
+            return True
+        return False
+
+    def _granted(self, client: bytes) -> None:
+        """The client's turn is over, and the queue's pace is known better."""
+        if client in self._waiting:
+            self._waiting.move_to_end(client)
+        now = time.monotonic()
+        if self._last_grant:
+            interval_s = min(_LONGEST_INTERVAL_S, now - self._last_grant)
+            self._interval_s += _SMOOTHING * (interval_s - self._interval_s)
+        self._last_grant = now if self._count else 0.0
+
+    def _reserve(self, waiter: _Waiter) -> Reservation | None:
+        return self._fleet.reserve("prefill", waiter.need, exclude=waiter.exclude, pairings=_only(waiter.pairing))
+
+    def _usable(self, waiter: _Waiter) -> bool:
+        return bool(self._fleet.usable("prefill", waiter.need, exclude=waiter.exclude, pairings=_only(waiter.pairing)))
 
     def _remove(self, waiter: _Waiter, client: bytes) -> None:
         line = self._waiting.get(client)
@@ -129,9 +177,25 @@ class Admission:
         if not self._count:
             self._last_grant = 0.0
 
-    def _expected_wait(self) -> float:
-        """Seconds until a request that came now would be served, by the pace of the queue so far."""
-        return self._count * self._interval_s
+    def _expected_wait(self, client: bytes) -> float:
+        """Seconds until the client's next request would be served, by the pace of the queue and in its turn."""
+        own = len(self._waiting.get(client, ()))
+        ahead = sum(min(len(line), own + 1) for line in self._waiting.values())
+        return ahead * self._interval_s
+
+    def _full(self, expected_s: float) -> RequestError:
+        self._metrics.queue_rejections.labels("full").inc()
+        return RequestError(
+            429,
+            "queue_full",
+            "All prefill engines are busy and the queue is full.",
+            type="rate_limit_error",
+            headers={"retry-after": _retry_after(expected_s)},
+        )
+
+
+def _only(pairing: Pairing | None) -> tuple[Pairing, ...] | None:
+    return None if pairing is None else (pairing,)
 
 
 def _retry_after(seconds: float) -> str:

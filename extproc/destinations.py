@@ -10,7 +10,7 @@ from extproc.fleet.engines import Engine, Reservation
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
 if TYPE_CHECKING:
-    from extproc.fleet.fleet import Fleet
+    from extproc.fleet.fleet import Fleet, Pairing
     from extproc.picking import Need
 
 _SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
@@ -45,36 +45,40 @@ def known_model(fleet: Fleet, need: Need) -> bool:
 
 
 def choose(fleet: Fleet, need: Need, count: int, *, paired: bool) -> Destination:
-    """Reserve the best decoder, with up to ``count - 1`` alternatives of the same pairing.
+    """Reserve the best decoder, with up to ``count - 1`` alternatives.
 
-    ``paired``: one that a usable prefiller can hand over to, where there is any such pair. Raises RequestError: 503
-    when no decoder is ready, 429 when all are at their cap.
+    ``paired``: one that a usable prefiller can hand over to, where there is any such pair, and alternatives of its
+    pairing only; otherwise those of its pairing come first. Raises RequestError: 503 when no decoder is ready, 429 when
+    all are at their cap.
     """
     if need.model is not None and not known_model(fleet, need):
         need = replace(need, model=None)
-    pairings = {engine.pairing for engine in fleet.usable("prefill", replace(need, subset=None))} if paired else set()
-    choices = fleet.preferences("decode", need, where=lambda engine: engine.pairing in pairings) if pairings else []
+    pairings: set[Pairing] | None = None
+    if paired:
+        prefillers = fleet.usable("prefill", replace(need, subset=None))
+        pairings = {engine.pairing for engine in prefillers}
+        pairings.intersection_update(engine.pairing for engine in fleet.usable("decode", need))
+    choices = fleet.preferences("decode", need, pairings=pairings or None)
     if not choices:
-        choices = fleet.preferences("decode", need)
-    if not choices:
-        if fleet.usable("decode", need):
-            raise RequestError(
-                429,
-                "decoders_busy",
-                "All decode engines are at their limit.",
-                type="rate_limit_error",
-                headers={"retry-after": "1"},
-            )
-        raise RequestError(503, "no_decoder", "No decode engine is ready.", headers={"retry-after": "1"})
+        raise _nothing_to_choose(fleet, need)
     best = choices[0]
-    listed = [engine for engine in choices if engine.pairing == best.pairing][:count]
-    ranks = min(engine.spec.data_parallel_size for engine in listed)
+    akin = [engine for engine in choices if engine.pairing == best.pairing]
+    others = [] if paired else [engine for engine in choices if engine.pairing != best.pairing]
+    listed = [*akin, *others][:count]
+    reservation = fleet.reserve_engine(best, need)
     return Destination(
-        reservation=fleet.reserve_engine(best, need),
+        reservation=reservation,
         endpoints=",".join(_endpoint(engine) for engine in listed),
         pairing=best.pairing,
-        rank=best.picked % ranks if ranks > 1 else None,
+        rank=reservation.rank(min(engine.spec.data_parallel_size for engine in listed)),
     )
+
+
+def _nothing_to_choose(fleet: Fleet, need: Need) -> RequestError:
+    if fleet.usable("decode", need):
+        text = "All decode engines are at their limit."
+        return RequestError(429, "decoders_busy", text, type="rate_limit_error", headers={"retry-after": "1"})
+    return RequestError(503, "no_decoder", "No decode engine is ready.", headers={"retry-after": "1"})
 
 
 def _endpoint(engine: Engine) -> str:

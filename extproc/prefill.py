@@ -120,7 +120,11 @@ class Prefiller:
         while len(tried) < self._settings.attempts:
             asked_at = time.monotonic()
             reservation = await self._admission.reserve(
-                request.need, client=self._client_key(request), exclude=tried, where=_paired_with(request.pairing)
+                request.need,
+                client=self._client_key(request),
+                exclude=tuple(tried),
+                pairing=request.pairing,
+                patience_s=self._settings.admission.max_wait_s - queued_s,  # for all attempts together
             )
             queued_s += time.monotonic() - asked_at
             if reservation is None:
@@ -143,7 +147,7 @@ class Prefiller:
         """One attempt within its time. The reservation lasts as long as the engine is really at work."""
         started = time.monotonic()
         call = Call()
-        attempt = asyncio.create_task(self._attempt(reservation.engine, request, request_id, call), name="prefill")
+        attempt = asyncio.create_task(self._attempt(reservation, request, request_id, call), name="prefill")
         attempt.add_done_callback(lambda _: reservation.release())
         result = "cancelled"
         try:
@@ -163,31 +167,34 @@ class Prefiller:
             self._abandon(attempt, reservation.engine, call)
             raise
         finally:
-            self._judge(reservation.engine, result)
+            self._judge(reservation, result)
             self._metrics.prefill_attempts.labels(result).inc()
             self._metrics.prefill_seconds.observe(time.monotonic() - started)
 
-    def _judge(self, engine: Engine, result: str) -> None:
+    def _judge(self, reservation: Reservation, result: str) -> None:
         """What the attempt tells of the engine: a client's fault is an answer too, a client's leaving tells nothing."""
         if result in ("ok", "refused"):
-            self._fleet.succeeded(engine)
+            self._fleet.succeeded(reservation.engine)
         elif result == "cancelled":
-            engine.health.undecided()
+            reservation.undecided()
         else:
-            self._fleet.failed(engine, result)
+            self._fleet.failed(reservation.engine, result)
 
     def _client_key(self, request: PrefillRequest) -> bytes:
         fair_by = self._settings.admission.fair_by
         return next((value for name, value in request.headers if name == fair_by), b"")
 
-    async def _attempt(self, engine: Engine, request: PrefillRequest, request_id: str, call: Call) -> Prefilled | str:
+    async def _attempt(
+        self, reservation: Reservation, request: PrefillRequest, request_id: str, call: Call
+    ) -> Prefilled | str:
         """One call. Returns the reason, a short metric label, where another engine should be tried."""
+        engine = reservation.engine
         started = time.monotonic()
         try:
             answer = await self._client.post(
                 engine.url + request.path,
                 openai.prefill_body(request.body, engine.connector.prefill_edits()),
-                forwarded_headers(request.headers, request_id, engine.api_key, data_parallel_rank(engine)),
+                forwarded_headers(request.headers, request_id, engine.api_key, reservation.rank()),
                 timeout_s=self._settings.timeout_s * 2,  # of use to an abandoned attempt alone
                 call=call,
             )
@@ -241,16 +248,6 @@ class Prefiller:
             await asyncio.wait(set(self._abandoned), timeout=max(0.0, deadline - time.monotonic()))
         for task in list(self._abandoned):
             task.cancel()
-
-
-def data_parallel_rank(engine: Engine) -> int | None:
-    """The rank whose turn it is behind an engine with several; None for one with a single rank."""
-    size = engine.spec.data_parallel_size
-    return engine.picked % size if size > 1 else None
-
-
-def _paired_with(pairing: tuple[str, str] | None) -> Callable[[Engine], bool] | None:
-    return None if pairing is None else lambda engine: engine.pairing == pairing
 
 
 def forwarded_headers(

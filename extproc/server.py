@@ -105,8 +105,8 @@ class Server:
         }
         if config.fleet.file:
             runners["file"] = FileSource(fleet, config.fleet.file).run()
-        for entry in config.fleet.dns:
-            runners[f"dns {entry.name}"] = DnsSource(fleet, entry).run()
+        for number, entry in enumerate(config.fleet.dns, 1):  # two of them may share a name, or a role
+            runners[f"dns {number} {entry.name}"] = DnsSource(fleet, entry).run()
         self._background = [asyncio.create_task(_endless(name, runner), name=name) for name, runner in runners.items()]
         log.info("listening", grpc=config.grpc.listen, grpc_port=self.grpc_port, admin_port=self.admin_port or None)
 

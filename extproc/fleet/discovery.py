@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 
-from extproc.fleet.engines import Engine, is_address
+from extproc.fleet.engines import Engine, canonical
 from extproc.fleet.fleet import Fleet
 from extproc.telemetry.logs import log
 
@@ -18,40 +18,69 @@ class Resolver:
         self._fleet = fleet
         self._interval_s = interval_s
         self._failing: set[Engine] = set()
+        self._running: dict[Engine, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
-        fleet.on_change(self._wake.set)
+        self._announcing = False
+        fleet.on_change(self._fleet_changed)
 
     async def refresh(self) -> None:
         """One round over all names."""
-        named = [e for e in self._fleet.engines() if e.spec.address is None and not is_address(e.host)]
-        if any(await asyncio.gather(*(self._look_up(engine) for engine in named))):
-            self._fleet.changed()
+        self._start_round()
+        if self._running:
+            await asyncio.wait(set(self._running.values()))
 
     async def run(self) -> None:
         """Rounds for ever, at once when engines come; the first failure of a name is logged, and its recovery."""
-        while True:
-            self._wake.clear()
-            await self.refresh()
-            self._failing.intersection_update(self._fleet.engines())
-            self._wake.clear()  # our own change
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._interval_s)
+        try:
+            while True:
+                self._wake.clear()
+                self._start_round()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._interval_s)
+        finally:
+            for task in self._running.values():
+                task.cancel()
 
-    async def _look_up(self, engine: Engine) -> bool:
-        """Whether the address changed."""
+    def _start_round(self) -> None:
+        """A name whose look-up still hangs holds up no other."""
+        engines = self._fleet.engines()
+        self._failing.intersection_update(engines)
+        for engine in engines:
+            if engine.spec.address is None and canonical(engine.host) is None and engine not in self._running:
+                self._running[engine] = asyncio.create_task(self._look_up(engine), name=f"resolve {engine.name}")
+
+    async def _look_up(self, engine: Engine) -> None:
+        try:
+            await self._resolve(engine)
+        finally:
+            del self._running[engine]
+
+    async def _resolve(self, engine: Engine) -> None:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(engine.host, engine.port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
             if engine not in self._failing:
                 self._failing.add(engine)
                 log.warning("engine name does not resolve", engine=engine.name, error=str(error))
-            return False
+            return
+        # IPv4 first, as Envoy's cluster looks names up (V4_PREFERRED): it must know the address.
+        found.sort(key=lambda entry: entry[0] is not socket.AF_INET)
         addresses = [str(entry[4][0]) for entry in found]
         if engine in self._failing or engine.address is None:
             self._failing.discard(engine)
             log.info("engine resolved", engine=engine.name, address=addresses[0])
-        if engine.address in addresses:  # several records come in any order
-            return False
-        engine.address = addresses[0]
-        return True
+        if engine.address not in addresses:  # several records come in any order
+            engine.address = addresses[0]
+            self._announce()
+
+    def _announce(self) -> None:
+        self._announcing = True
+        try:
+            self._fleet.changed()
+        finally:
+            self._announcing = False
+
+    def _fleet_changed(self) -> None:
+        if not self._announcing:
+            self._wake.set()

@@ -54,6 +54,7 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
         self._fleet = fleet
         self._versions = itertools.count(1)
         self._streams: set[asyncio.Task[Any]] = set()
+        self._seen_any = False
 
     async def StreamEndpoints(  # noqa: N802 (gRPC's name)
         self,
@@ -75,9 +76,11 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
                 await asyncio.wait({waiting, reader}, return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
                 changed.clear()
+                if not subscription.names or not self._knows_any():
+                    continue
                 response = self._response(subscription)
                 content = b"".join(resource.value for resource in response.resources)
-                if subscription.names and (content != sent or subscription.asked_anew):
+                if content != sent or subscription.asked_anew:
                     subscription.asked_anew = False
                     sent = content
                     subscription.nonce = response.nonce = response.version_info = str(next(self._versions))
@@ -103,12 +106,16 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
                 continue  # an answer to an older push
             if request.HasField("error_detail"):
                 log.error("Envoy refused the endpoints", reason=request.error_detail.message[:500])
-                continue
             names = tuple(request.resource_names)
             if names != subscription.names or not request.response_nonce:
                 subscription.names = names
                 subscription.asked_anew = True
                 changed.set()
+
+    def _knows_any(self) -> bool:
+        """Whether there has ever been a decoder. One that has just started must not empty an Envoy that knows some."""
+        self._seen_any = self._seen_any or any(engine.address for engine in self._fleet.engines("decode"))
+        return self._seen_any
 
     def _response(self, subscription: _Subscription) -> discovery_pb2.DiscoveryResponse:
         decoders = self._fleet.engines("decode")

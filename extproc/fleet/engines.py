@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from extproc import config
 from extproc.connectors import Connector, connector
+from extproc.fleet.health import Health
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -77,8 +78,8 @@ class Engine:
         """The host of the URL, a name or an address without brackets."""
         self.tls = parts.scheme == "https"
         self.port: int = parts.port or (443 if self.tls else 80)
-        self.address: str | None = spec.address or (self.host if is_address(self.host) else None)
-        """An IP once the name has been resolved, else None."""
+        self.address: str | None = canonical(spec.address or self.host)
+        """An IP in its canonical spelling once the name has been resolved, else None."""
         self.inflight = 0
         self.reserved_tokens = 0
         self.picked = 0
@@ -164,73 +165,30 @@ class Engine:
         return f"<Engine {self.role} {self.name}>"
 
 
-class Health:
-    """Two views of one engine: ``/health`` probes, and how its requests went (passive ejection).
-
-    An engine whose requests fail ``consecutive`` times in a row is ejected for ``base_s``, twice as long each time in a
-    row up to ``max_s``. When the time is up one request goes there on trial: it decides.
-    """
-
-    __slots__ = ("_ejections", "_failures", "_on_trial", "ejected_until", "probe_failures", "probed_ok", "reason")
-
-    def __init__(self) -> None:
-        self.probed_ok: bool | None = None
-        """None before the first probe has settled; such an engine may be picked."""
-        self.probe_failures = 0
-        self.ejected_until = 0.0
-        """``time.monotonic()``; 0 when the engine is not ejected."""
-        self.reason = ""
-        self._failures = 0
-        self._ejections = 0
-        self._on_trial = False
-
-    def ejected(self, now: float) -> bool:
-        """Whether requests should go elsewhere: its time is not up, or another request is on trial there."""
-        return self.ejected_until > 0 and (now < self.ejected_until or self._on_trial)
-
-    def picked(self, now: float) -> None:
-        if self.ejected_until and now >= self.ejected_until:
-            self._on_trial = True
-
-    def succeeded(self) -> bool:
-        """A request went well. Returns whether that ended an ejection."""
-        was_ejected = self.ejected_until > 0
-        self._failures = self._ejections = 0
-        self.ejected_until = 0.0
-        self._on_trial = False
-        return was_ejected
-
-    def undecided(self) -> None:
-        """A request ended without telling anything of the engine (its client left)."""
-        self._on_trial = False
-
-    def failed(self, reason: str, settings: config.Outlier, now: float) -> bool:
-        """A request failed for a reason that is the engine's. Returns whether the engine is ejected by that."""
-        self._failures += 1
-        on_trial, self._on_trial = self._on_trial, False
-        if self._failures < settings.consecutive and not on_trial:
-            return False
-        self._failures = 0
-        self.reason = reason
-        self.ejected_until = now + min(settings.max_s, settings.base_s * 2**self._ejections)
-        self._ejections += 1
-        return True
-
-
 class Reservation:
     """A share of an engine's load, given back exactly once however often :meth:`release` is called."""
 
-    __slots__ = ("_held", "_on_release", "engine", "tokens")
+    __slots__ = ("_held", "_on_release", "_turn", "engine", "tokens")
 
     def __init__(self, engine: Engine, tokens: int = 0, on_release: Callable[[], None] | None = None) -> None:
         self.engine = engine
         self.tokens = tokens
         self._held = True
         self._on_release = on_release
+        self._turn = engine.picked
         engine.inflight += 1
         engine.picked += 1
         engine.reserved_tokens += tokens
-        engine.health.picked(time.monotonic())
+        engine.health.began(self, time.monotonic())
+
+    def rank(self, ranks: int | None = None) -> int | None:
+        """The data-parallel rank whose turn it is, of the engine's or of the first ``ranks``; None where it has one."""
+        size = self.engine.spec.data_parallel_size if ranks is None else ranks
+        return self._turn % size if size > 1 else None
+
+    def undecided(self) -> None:
+        """The request told nothing of the engine (its client left): another one may be tried there."""
+        self.engine.health.ended(self)
 
     def release(self) -> None:
         if not self._held:
@@ -238,17 +196,17 @@ class Reservation:
         self._held = False
         self.engine.inflight -= 1
         self.engine.reserved_tokens -= self.tokens
+        self.engine.health.ended(self)
         if self._on_release is not None:
             self._on_release()
 
 
-def is_address(host: str) -> bool:
-    """Whether a host is an IP address, without brackets."""
+def canonical(host: str) -> str | None:
+    """An IP address (without brackets) as Envoy spells it: it compares hosts as text. None for a name."""
     try:
-        ipaddress.ip_address(host)
+        return str(ipaddress.ip_address(host))
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def specs(fleet: config.Fleet, listed: config.EngineLists) -> list[Spec]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from extproc import config
-from extproc.fleet.engines import ROLES, Engine, Reservation, Role, Spec
+from extproc.fleet.engines import ROLES, Engine, Reservation, Role, Spec, canonical
 from extproc.picking import ANYTHING, Need, Policy, policy
 from extproc.telemetry.logs import log
 
 Listener = Callable[[], None]
-Where = Callable[[Engine], bool]
+Pairing = tuple[str, str]
+"""Group and connector (:attr:`Engine.pairing`)."""
 
 _KEPT_AFTER_REMOVAL_S: Final = 600.0
 
@@ -41,18 +42,25 @@ class Fleet:
         wanted: dict[tuple[Role, str], Spec] = {}
         for known in self._sources.values():
             wanted.update(known)
+        changed = False
+        now = time.monotonic()
         for key in [key for key in self._engines if key not in wanted]:
             engine = self._engines.pop(key)
-            self._retired[engine] = time.monotonic()
+            self._retired[engine] = now
+            changed = True
             log.info("engine removed", engine=engine.name, role=engine.role)
         for key, spec in wanted.items():
             if (known_engine := self._engines.get(key)) is None:
                 self._engines[key] = Engine(spec)
+                changed = True
                 log.info("engine added", engine=spec.name, role=spec.role)
             elif known_engine.spec != spec:
-                known_engine.address = spec.address or known_engine.address
+                known_engine.address = canonical(spec.address or "") or known_engine.address
                 known_engine.spec = spec
-        self.changed()
+                changed = True
+        self._retired = {engine: at for engine, at in self._retired.items() if now - at < _KEPT_AFTER_REMOVAL_S}
+        if changed:
+            self.changed()
 
     def on_change(self, listener: Listener) -> None:
         """Call ``listener`` after engines came, went, drained or got another address."""
@@ -79,9 +87,8 @@ class Fleet:
         """The prefiller at ``ip:port``, one that has left lately included: its blocks may still have to be freed."""
         found = self._at("prefill", endpoint, self._engines.values())
         if found is None:
-            now = time.monotonic()
-            self._retired = {e: at for e, at in self._retired.items() if now - at < _KEPT_AFTER_REMOVAL_S}
-            found = self._at("prefill", endpoint, self._retired)
+            oldest = time.monotonic() - _KEPT_AFTER_REMOVAL_S
+            found = self._at("prefill", endpoint, [engine for engine, at in self._retired.items() if at > oldest])
         return found
 
     def decoder_at(self, endpoint: str) -> Engine | None:
@@ -104,11 +111,19 @@ class Fleet:
 
     # ── picking ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def usable(self, role: Role, need: Need = ANYTHING) -> list[Engine]:
+    def usable(
+        self,
+        role: Role,
+        need: Need = ANYTHING,
+        *,
+        exclude: Collection[Engine] = (),
+        pairings: Collection[Pairing] | None = None,
+    ) -> list[Engine]:
         """Engines that can take this work, busy ones included.
 
-        Failed requests alone never take the last engine out: where all that probes find healthy are ejected, all of
-        them are used.
+        Best are those that a probe has found healthy and that are not ejected. An engine that no probe has reached yet
+        is used where there is none of them; and failed requests alone never take the last engine out: where all are
+        ejected, all are used.
         """
         now = time.monotonic()
         alive = [
@@ -120,22 +135,27 @@ class Fleet:
             and engine.health.probed_ok is not False
             and engine.serves(need.model)
             and (need.subset is None or engine.endpoint in need.subset)
+            and engine not in exclude
+            and (pairings is None or engine.pairing in pairings)
         ]
-        return [engine for engine in alive if not engine.health.ejected(now)] or alive
+        fit = [engine for engine in alive if not engine.health.ejected(now)]
+        return [engine for engine in fit if engine.health.probed_ok] or fit or alive
 
     def ready(self, role: Role) -> bool:
         """Whether any engine of the role could be picked now."""
         return bool(self.usable(role))
 
     def preferences(
-        self, role: Role, need: Need = ANYTHING, *, exclude: Collection[Engine] = (), where: Where | None = None
+        self,
+        role: Role,
+        need: Need = ANYTHING,
+        *,
+        exclude: Collection[Engine] = (),
+        pairings: Collection[Pairing] | None = None,
     ) -> list[Engine]:
         """The usable engines that are below their cap, best first."""
-        candidates = [
-            engine
-            for engine in self.usable(role, need)
-            if not engine.full and engine not in exclude and (where is None or where(engine))
-        ]
+        usable = self.usable(role, need, exclude=exclude, pairings=pairings)
+        candidates = [engine for engine in usable if not engine.full]
         if len(candidates) <= 1:
             return candidates
         turn = self._turns[role]
@@ -143,10 +163,15 @@ class Fleet:
         return self._policies[role](candidates, turn, need)
 
     def reserve(
-        self, role: Role, need: Need = ANYTHING, *, exclude: Collection[Engine] = (), where: Where | None = None
+        self,
+        role: Role,
+        need: Need = ANYTHING,
+        *,
+        exclude: Collection[Engine] = (),
+        pairings: Collection[Pairing] | None = None,
     ) -> Reservation | None:
         """Pick the best engine and count it as loaded, in one step. None where there is no engine to pick."""
-        best = self.preferences(role, need, exclude=exclude, where=where)
+        best = self.preferences(role, need, exclude=exclude, pairings=pairings)
         return self.reserve_engine(best[0], need) if best else None
 
     def reserve_engine(self, engine: Engine, need: Need = ANYTHING) -> Reservation:
@@ -155,9 +180,6 @@ class Fleet:
     def _released(self) -> None:
         for listener in list(self._on_release):
             listener()
-
-    def pairings(self, engines: Sequence[Engine]) -> set[tuple[str, str]]:
-        return {engine.pairing for engine in engines}
 
     # ── what requests tell of engines ─────────────────────────────────────────────────────────────────────────────
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
+from collections.abc import Awaitable, Callable
 
 import httpx
 import msgspec
@@ -20,7 +22,7 @@ _MAX_BYTES = 8 * 1024 * 1024
 
 
 class Monitor:
-    """One task for each engine of the fleet, for as long as it belongs to it."""
+    """Watches each engine for as long as it belongs to the fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -57,45 +59,46 @@ class Monitor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, client: httpx.AsyncClient, engine: Engine) -> None:
-        next_probe = next_scrape = next_models = 0.0
-        scrape_s = self._settings.scrape_s or float("inf")
-        while True:
-            now = time.monotonic()
-            if now >= next_probe:
-                next_probe = now + self._settings.health.interval_s
-                await self._probe(client, engine)
+        """Probes, load and models, each at its own pace: a slow page holds up nothing but itself."""
+        settings = self._settings
+
+        async def probe() -> float:
+            await self._probe(client, engine)
+            return settings.health.interval_s
+
+        async def scrape() -> float:
             if engine.health.probed_ok is not False:
-                if now >= next_scrape and scrape_s != float("inf"):
-                    next_scrape = now + scrape_s
-                    await self._scrape(client, engine)
-                if now >= next_models and engine.spec.models is None:
-                    known = await self._read_models(client, engine)
-                    next_models = now + (_MODELS_EVERY_S if known else self._settings.health.interval_s)
-            pause = min(next_probe, next_scrape if scrape_s != float("inf") else next_probe) - time.monotonic()
-            await asyncio.sleep(max(0.02, pause))
+                await self._scrape(client, engine)
+            return settings.scrape_s
+
+        async def read_models() -> float:
+            if engine.spec.models is not None:
+                return _MODELS_EVERY_S
+            known = engine.health.probed_ok is not False and await self._read_models(client, engine)
+            return _MODELS_EVERY_S if known else settings.health.interval_s
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_again_and_again(probe, engine))
+            if settings.scrape_s:
+                group.create_task(_again_and_again(scrape, engine))
+            group.create_task(_again_and_again(read_models, engine))
 
     async def _probe(self, client: httpx.AsyncClient, engine: Engine) -> None:
         """Only an engine that does not answer, or answers 5xx, is unhealthy: not every server has a /health."""
         problem = ""
         try:
-            response = await client.get(engine.url + self._settings.health.path)
+            async with asyncio.timeout(self._settings.health.timeout_s):  # httpx's own bounds one read, not the answer
+                response = await client.get(engine.url + self._settings.health.path)
             if response.status_code >= 500:
                 problem = f"health {response.status_code}"
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             problem = type(error).__name__
         health = engine.health
         before = health.probed_ok
-        if not problem:
-            health.probe_failures = 0
-            health.probed_ok = True
-        else:
-            health.probe_failures += 1
-            if health.probe_failures >= self._settings.health.unhealthy_after:
-                health.probed_ok = False
-                health.reason = problem
-        if health.probed_ok != before and (before is not None or health.probed_ok is False):
-            event = "engine healthy" if health.probed_ok else "engine unhealthy"
-            log.warning(event, engine=engine.name, role=engine.role, reason=problem or None)
+        if health.probed(problem, self._settings.health.unhealthy_after):
+            if before is not None or problem:
+                event = "engine healthy" if health.probed_ok else "engine unhealthy"
+                log.warning(event, engine=engine.name, role=engine.role, reason=problem or None)
             self._fleet.changed()
 
     async def _scrape(self, client: httpx.AsyncClient, engine: Engine) -> None:
@@ -106,7 +109,7 @@ class Monitor:
         values = samples(text)
         if _RUNNING not in values:
             return
-        waiting, running = int(values.get(_WAITING, 0)), int(values[_RUNNING])
+        waiting, running = round(values.get(_WAITING, 0)), round(values[_RUNNING])
         ours = max(ours_before, engine.inflight)
         engine.report = Report(
             waiting=waiting,
@@ -124,17 +127,31 @@ class Monitor:
             names = frozenset(str(entry["id"]) for entry in msgspec.json.decode(text)["data"])
         except (msgspec.MsgspecError, KeyError, TypeError):
             return False
-        if names:
+        if names and names != engine.known_models:
             engine.known_models = names
+            self._fleet.changed()
         return bool(names)
 
     async def _get(self, client: httpx.AsyncClient, engine: Engine, path: str) -> str | None:
         headers = {"authorization": f"Bearer {engine.api_key}"} if engine.api_key else {}
-        with contextlib.suppress(httpx.HTTPError):
-            response = await client.get(engine.url + path, headers=headers)
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(self._settings.health.timeout_s):
+                response = await client.get(engine.url + path, headers=headers)
             if response.status_code == 200 and len(response.content) <= _MAX_BYTES:
                 return response.text
         return None
+
+
+async def _again_and_again(work: Callable[[], Awaitable[float]], engine: Engine) -> None:
+    """``work`` returns the seconds from its start to the next time."""
+    interval_s = 1.0
+    while True:
+        started = time.monotonic()
+        try:
+            interval_s = await work()
+        except Exception:  # noqa: BLE001 (whatever an engine says must not end its probes)
+            log.exception("monitoring failed", engine=engine.name, role=engine.role)
+        await asyncio.sleep(max(0.01, started + interval_s - time.monotonic()))
 
 
 def samples(text: str) -> dict[str, float]:
@@ -150,8 +167,10 @@ def samples(text: str) -> dict[str, float]:
         name = line[: line.find("{")] if "{" in line else line.partition(" ")[0]
         if name not in (_WAITING, _RUNNING, _KV, _OLD_KV):
             continue
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, IndexError):
             value = float(line.rpartition("}")[2].split()[0] if "}" in line else line.split()[1])
+            if not math.isfinite(value):
+                continue
             sums[name] = sums.get(name, 0.0) + value
             counts[name] = counts.get(name, 0) + 1
     return {name: total / counts[name] if name in (_KV, _OLD_KV) else total for name, total in sums.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,7 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 import yaml
+from dns.nameserver import Do53Nameserver
 from pydantic import ValidationError
 
 from extproc import config
@@ -20,9 +22,13 @@ from extproc.fleet.engines import Spec, specs
 from extproc.fleet.fleet import Fleet
 from extproc.telemetry.logs import log
 
-_FILE_POLL_S: Final = 0.5
+_FILE_POLL_S: Final = 0.3
 _MIN_TTL_S: Final = 1.0
 _MAX_TTL_S: Final = 300.0
+_LIFETIME_S: Final = 3.0
+_KINDS: Final = ("A", "AAAA")
+_FAILURES: Final = (dns.exception.DNSException, OSError)
+_NUMBERS: Final = itertools.count(1)
 
 
 class FileSource:
@@ -35,35 +41,40 @@ class FileSource:
     def __init__(self, fleet: Fleet, path: Path) -> None:
         self._fleet = fleet
         self._path = path
-        self._last: bytes | None = None
+        self._in_force: bytes | None = None
+        self._seen: bytes | None = None
         self._complaint = ""
         self.problem: str | None = "not read yet"
         """Why the file as it is now is not in force; None when it is."""
 
     def read(self) -> None:
-        """Take over the file if it has changed."""
+        """Take over the file if it has changed, and is not still being written: it must be the same twice in a row."""
         try:
             text = self._path.read_bytes()
         except OSError as error:
             self._complain(f"cannot be read: {error.strerror}")
             return
-        if text == self._last:
+        before, self._seen = self._seen, text
+        if text == self._in_force:
+            self.problem, self._complaint = None, ""
             return
-        self._last = text
+        if text != before and self._in_force is not None:
+            return
         try:
             listed = self._parse(text)
         except ConfigError as error:
             self._complain(str(error))
             return
+        self._in_force = text
         self.problem, self._complaint = None, ""
         self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
 
     def _parse(self, text: bytes) -> config.EngineLists:
         try:
             values = yaml.safe_load(text)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, or no UTF-8
             raise ConfigError(f"not YAML: {error}") from error
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or not values:
             raise ConfigError("expected `prefill` and `decode` lists")
         try:
             return config.EngineLists(**values)
@@ -93,20 +104,23 @@ class DnsSource:
     def __init__(self, fleet: Fleet, settings: config.Dns) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._source = f"dns {settings.role} {settings.type} {settings.name} {settings.port}"
+        self._source = f"dns {next(_NUMBERS)}"
         self._resolver = resolver(fleet.settings.dns_servers)
+        self._known: dict[tuple[str, str], list[str]] = {}
         self._failing = False
 
     async def refresh(self) -> float:
         """One look-up; returns the seconds until the next."""
         try:
             found, ttl = await (self._services() if self._settings.type == "srv" else self._addresses())
-        except dns.exception.DNSException as error:
+        except (dns.exception.DNSException, OSError) as error:
             if not self._failing:
                 log.warning("DNS discovery fails; engines stay", name=self._settings.name, error=type(error).__name__)
             self._failing = True
             return _MIN_TTL_S
-        self._failing = False
+        if self._failing:
+            self._failing = False
+            log.info("DNS discovery works again", name=self._settings.name)
         self._fleet.update(self._source, self._specs(found))
         return min(_MAX_TTL_S, max(_MIN_TTL_S, ttl))
 
@@ -123,25 +137,32 @@ class DnsSource:
             answer = await self._resolver.resolve(self._settings.name, "SRV")
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
             return [], _MIN_TTL_S
-        found: list[tuple[str, int]] = []
-        ttl = float(answer.rrset.ttl if answer.rrset else _MIN_TTL_S)
-        for record in answer:
-            addresses, host_ttl = await self._lookup_host(record.target.to_text())
-            ttl = min(ttl, host_ttl)
-            found += [(address, record.port) for address in addresses]
-        return found, ttl
+        services = [(record.target.to_text(), record.port) for record in answer]
+        hosts = await asyncio.gather(*(self._lookup_host(target) for target, _ in services))
+        targets = {target for target, _ in services}
+        self._known = {key: addresses for key, addresses in self._known.items() if key[0] in targets}
+        found = [
+            (address, port) for (_, port), (addresses, _) in zip(services, hosts, strict=True) for address in addresses
+        ]
+        return found, min(_ttl(answer), *(ttl for _, ttl in hosts))
 
     async def _lookup_host(self, name: str) -> tuple[list[str], float]:
-        """All A and AAAA records of a name; one kind may be missing."""
+        """All A and AAAA records of a name. One kind may be missing; one that no server tells stays as it was."""
+        answers = await asyncio.gather(*(self._resolver.resolve(name, kind) for kind in _KINDS), return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException) and not _is_none(answer)]
+        if len(failures) == len(answers) or any(not isinstance(failure, _FAILURES) for failure in failures):
+            raise failures[0]
         addresses: list[str] = []
-        ttls: list[float] = []
-        for kind in ("A", "AAAA"):
-            try:
-                answer = await self._resolver.resolve(name, kind)
-            except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
-                continue
-            addresses += [record.address for record in answer]
-            ttls.append(float(answer.rrset.ttl if answer.rrset else _MIN_TTL_S))
+        ttls = []
+        for kind, answer in zip(_KINDS, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                self._known[name, kind] = [record.address for record in answer]
+                ttls.append(_ttl(answer))
+            elif _is_none(answer):
+                self._known[name, kind] = []
+            else:
+                ttls.append(_MIN_TTL_S)
+            addresses += self._known.get((name, kind), [])
         return addresses, min(ttls, default=_MIN_TTL_S)
 
     def _specs(self, found: Iterable[tuple[str, int]]) -> list[Spec]:
@@ -167,13 +188,24 @@ class DnsSource:
         return list(made.values())
 
 
+def _ttl(answer: dns.resolver.Answer) -> float:
+    """Seconds for which the answer holds; an alias on the way to it may shorten them."""
+    return float(answer.chaining_result.minimum_ttl)
+
+
+def _is_none(error: BaseException) -> bool:
+    """Whether a server says that there is no such record."""
+    return isinstance(error, dns.resolver.NXDOMAIN | dns.resolver.NoAnswer)
+
+
 def resolver(servers: Iterable[str]) -> dns.asyncresolver.Resolver:
-    """A resolver for ``host:port`` servers, or for the system's own."""
+    """A resolver for ``host:port`` servers, or for the system's own, with its search domains."""
     listed = [config.split_listen(server) for server in servers]
-    if not listed:
-        return dns.asyncresolver.Resolver()
-    made = dns.asyncresolver.Resolver(configure=False)
-    made.nameservers = [host for host, _ in listed]
-    made.nameserver_ports = dict(listed)
-    made.lifetime = 3.0
+    if listed:
+        made = dns.asyncresolver.Resolver(configure=False)
+        made.nameservers = [Do53Nameserver(host, port) for host, port in listed]
+    else:
+        made = dns.asyncresolver.Resolver()
+        made.use_search_by_default = True
+    made.lifetime = _LIFETIME_S
     return made
