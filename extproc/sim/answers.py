@@ -60,10 +60,10 @@ class Answers:
             "service_tier": None,
             "system_fingerprint": self.fingerprint,
             "usage": self._full_usage(generation),
-            "prompt_logprobs": _prompt_logprobs(generation),
+            "prompt_logprobs": _prompt_logprobs(generation.prompts[0], _chat_prompt_logprobs(request)),
             "prompt_token_ids": generation.prompts[0] if request.return_token_ids else None,
             "prompt_text": None,
-            "kv_transfer_params": generation.choices[0].kv_transfer_params,
+            "kv_transfer_params": generation.kv_transfer_params,
             "ec_transfer_params": None,
             "metrics": None,
         }
@@ -98,7 +98,8 @@ class Answers:
                     opening: dict[str, Any] = {"index": number, "delta": {"role": "assistant", "content": ""}}
                     chunk = {**head, "choices": [{**opening, "logprobs": None, "finish_reason": None}]}
                     if continuous:
-                        chunk["usage"] = _counts(len(generation.prompts[0]), 0)
+                        counts = _counts(len(generation.prompts[0]), 0)
+                        chunk["usage"] = {**counts, "completion_tokens_details": None}
                     ids = generation.prompts[0] if request.return_token_ids else None
                     yield event({**chunk, "prompt_token_ids": ids, "prompt_text": None})
                     if echo:
@@ -135,7 +136,7 @@ class Answers:
             "service_tier": None,
             "system_fingerprint": self.fingerprint,
             "usage": self._full_usage(generation),
-            "kv_transfer_params": generation.choices[0].kv_transfer_params,
+            "kv_transfer_params": generation.kv_transfer_params,
             "ec_transfer_params": None,
             "metrics": None,
         }
@@ -144,15 +145,19 @@ class Answers:
         self, request: CompletionRequest, index: int, choice: Choice, prompt: list[int], only_echo: bool
     ) -> dict[str, Any]:
         echoed = decode(prompt) if request.echo else ""
-        steps = choice.logprobs
+        steps: list[Any] = [] if only_echo else list(choice.logprobs)
+        prompt_logprobs = request.prompt_logprobs
+        if request.echo and request.logprobs is not None:
+            steps = [*_prompt_steps(prompt), *steps]
+            prompt_logprobs = request.logprobs if prompt_logprobs is None else prompt_logprobs
         return {
             "index": index,
             "text": echoed if only_echo else echoed + choice.text,
-            "logprobs": completion_logprobs(steps, len(echoed)) if request.logprobs is not None else None,
+            "logprobs": completion_logprobs(steps, 0) if request.logprobs is not None else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.tokens if request.return_token_ids else None,
-            "prompt_logprobs": None,
+            "prompt_logprobs": _prompt_logprobs(prompt, prompt_logprobs),
             "prompt_token_ids": prompt if request.return_token_ids else None,
             "routed_experts": None,
         }
@@ -176,14 +181,16 @@ class Answers:
             text = delta.text
             if opening and request.echo:
                 text = decode(prompt) if request.max_tokens == 0 else decode(prompt) + text
-            steps = [delta.logprobs] if delta.logprobs is not None else []
+            steps: list[Any] = [delta.logprobs] if delta.logprobs is not None else []
+            if opening and request.echo and request.logprobs is not None:
+                steps = [*_prompt_steps(prompt), *(steps if request.max_tokens else [])]
             choice: dict[str, Any] = {
                 "index": index,
                 "text": text,
                 "logprobs": completion_logprobs(steps, sent.get(index, 0)) if request.logprobs is not None else None,
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
-                "prompt_token_ids": prompt if opening and request.return_token_ids else None,
+                "prompt_token_ids": prompt if opening and (request.return_token_ids or request.echo) else None,
                 "token_ids": [delta.token] if request.return_token_ids else None,
             }
             sent[index] = sent.get(index, 0) + len(text)
@@ -207,6 +214,8 @@ class Answers:
         if continuous:
             prompt = generation.prompts[index * len(generation.prompts) // len(generation.choices)]
             chunk["usage"] = _counts(len(prompt), len(generation.choices[index].tokens))
+            if "delta" in choice:
+                chunk["usage"]["completion_tokens_details"] = None
         if delta.finish_reason is not None and not include_usage:
             chunk["system_fingerprint"] = self.fingerprint
         return chunk
@@ -218,7 +227,7 @@ class Answers:
         return {"usage": usage, "system_fingerprint": self.fingerprint}
 
 
-def _counts(prompt: int, completion: int) -> dict[str, int]:
+def _counts(prompt: int, completion: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
@@ -233,10 +242,26 @@ def _echo(request: ChatRequest) -> str:
     return last.content if request.echo and last.role == "assistant" and isinstance(last.content, str) else ""
 
 
-def _prompt_logprobs(generation: Generation) -> list[Any] | None:
-    if generation.prompt_logprobs is None:
+def _chat_prompt_logprobs(request: ChatRequest) -> int | None:
+    return request.top_logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
+
+
+def _prompt_logprobs(prompt: list[int], count: int | None) -> list[dict[str, Any] | None] | None:
+    """One entry for each prompt token, the first null; each names the token itself and ``count`` others."""
+    if count is None:
         return None
-    shown: list[Any] = [None]
-    for token in generation.prompts[0][1:]:
-        shown.append({str(token): {"logprob": -1.0, "rank": 1, "decoded_token": decode([token])}})
+    shown: list[dict[str, Any] | None] = [None]
+    for token in prompt[1:]:
+        ranked = [token, *(other for other in range(count + 1) if other != token)][: max(count, 1)]
+        shown.append(
+            {
+                str(candidate): {"logprob": -1.0 - rank, "rank": rank + 1, "decoded_token": decode([candidate])}
+                for rank, candidate in enumerate(ranked)
+            }
+        )
     return shown
+
+
+def _prompt_steps(prompt: list[int]) -> list[list[tuple[int, float | None]]]:
+    """The prompt's tokens as ``echo`` with ``logprobs`` shows them: nothing is known about the first."""
+    return [[(token, -1.0 if index else None)] for index, token in enumerate(prompt)]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -31,16 +31,16 @@ from extproc.sim.errors import ApiError, internal_error, unknown_model
 from extproc.sim.failures import Failure, Failures
 from extproc.sim.log import Record, RequestLog
 from extproc.sim.request import EngineDead
-from extproc.sim.serving import Generation, Serving, chat_prompt
-from extproc.sim.tokens import decode, encode
+from extproc.sim.serving import Generation, Serving, chat_prompt, encode_text
+from extproc.sim.tokens import decode
 from extproc.sim.validation import (
     CHAT,
     COMPLETION,
     TOKENIZE,
     ChatRequest,
     CompletionRequest,
+    TokenizeMessages,
     parse,
-    schema_error,
 )
 
 Events = AsyncIterator[bytes]
@@ -67,14 +67,16 @@ class Api:
         self._started = int(time.time())
         routes = [
             _route("/health", self._health, "GET"),
-            _route("/metrics", self._metrics, "GET"),
+            _route("/ping", self._health, "GET", "POST"),
+            _route("/load", self._load, "GET"),
+            Route("/metrics{rest:path}", self._metrics, methods=["GET"]),
             _route("/version", self._version, "GET"),
             _route("/v1/models", self._models, "GET"),
             _route("/v1/chat/completions", self._chat, "POST"),
             _route("/v1/completions", self._completion, "POST"),
             _route("/tokenize", self._tokenize, "POST"),
         ]
-        middleware = [Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])]
+        middleware = [Middleware(CORSMiddleware, allow_origins=[], allow_methods=["*"], allow_headers=["*"])]
         if config.api_key:
             middleware.insert(0, Middleware(_Authentication, key=config.api_key))
         self.app = Starlette(
@@ -89,7 +91,10 @@ class Api:
         return Response(status_code=503 if self.engine.death else 200)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.engine.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(self.engine.metrics.render(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def _load(self, request: Request) -> Response:
+        return JSONResponse({"server_load": 0})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": VLLM_VERSION})
@@ -128,12 +133,10 @@ class Api:
         wanted = parse(TOKENIZE, await request.body(), request.headers.get("content-type"))
         if wanted.model and wanted.model not in self.config.models:
             raise unknown_model(wanted.model, self.config.models)
-        if wanted.messages is not None:
+        if isinstance(wanted, TokenizeMessages):
             tokens = chat_prompt(wanted.messages, add_generation_prompt=wanted.add_generation_prompt)
-        elif wanted.prompt is not None:
-            tokens = encode(wanted.prompt)
         else:
-            raise schema_error([{"type": "missing", "loc": ("body", "prompt"), "msg": "Field required", "input": {}}])
+            tokens = encode_text(wanted.prompt)
         strings = [decode([token]) for token in tokens] if wanted.return_token_strs else None
         limit = self.config.max_model_len
         return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
@@ -343,12 +346,12 @@ class _EventStream:
         listener.reset(scope)
 
 
-def _route(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]], method: str) -> Route:
+def _route(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]], *methods: str) -> Route:
     async def call(request: Request) -> Response:
         answer: Any = await endpoint(request)
         return answer  # type: ignore[no-any-return]
 
-    route = Route(path, call, methods=[method])
+    route = Route(path, call, methods=list(methods))
     assert route.methods is not None
     route.methods.discard("HEAD")  # FastAPI's routes answer HEAD with 405
     return route

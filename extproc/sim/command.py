@@ -47,6 +47,8 @@ def sim(
     ascend_variant: Annotated[Literal["v1", "hybrid"], Option(help="Shape of mooncake-ascend's params.")] = "v1",
     ascend_abort: Annotated[bool, Option(help="The listener knows abort_request_msg.")] = False,
     ascend_reject_notify: Annotated[bool, Option(help="Rejected decode requests notify the prefiller.")] = False,
+    multimodal: Annotated[bool, Option(help="Accept message parts other than text.")] = True,
+    tool_parser: Annotated[bool, Option(help="Accept tool choices, as with vLLM's tool-call parser.")] = True,
     prompt_tokens_details: Annotated[bool, Option(help="Tell cached tokens in usage.")] = False,
     record: Annotated[bool, Option(help="Keep headers and bodies for /sim/state?full=1.")] = False,
     fail: Annotated[

@@ -45,6 +45,10 @@ class SimConfig:
     eos_after: int | None = None
     """Length of every answer in tokens before EOS. None: a length from 32 to 287 that the prompt decides."""
 
+    multimodal: bool = True
+    """Messages may have parts other than text."""
+    tool_parser: bool = True
+    """As with --enable-auto-tool-choice and --tool-call-parser. The answers never call a tool."""
     prompt_tokens_details: bool = False
     """``usage.prompt_tokens_details`` tells the cached tokens (--enable-prompt-tokens-details)."""
 

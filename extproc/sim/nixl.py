@@ -132,7 +132,7 @@ class NixlConnector:
         if status not in (Status.LENGTH_CAPPED, Status.STOPPED):
             self._in_batch.discard(request.id)
             return None, None
-        return self.config.lease, {
+        answer: dict[str, Any] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [request.blocks],
@@ -146,8 +146,11 @@ class NixlConnector:
             "remote_num_tokens": len(request.prompt) + len(request.generated) - 1,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": request.cached_tokens,
         }
+        if len(request.generated) == 1:
+            # The scheduler knows it only while it handles the prefill's own step.
+            answer["remote_prefill_cached_tokens"] = request.cached_tokens
+        return self.config.lease, answer
 
     def expired(self, request_id: str) -> None:
         self._in_batch.discard(request_id)
@@ -194,8 +197,7 @@ class NixlConnector:
         try:
             agent = await self._agent(params)
             remote: list[int] = params["remote_block_ids"][0]
-            if len(blocks) > len(remote):
-                raise TransferError(f"{len(blocks)} blocks wanted, {len(remote)} offered")
+            assert len(blocks) <= len(remote), "num_decode_blocks <= len(prefill_group)"
             contents = await agent.read(remote[len(remote) - len(blocks) :])
         except (TransferError, TypeError, LookupError) as error:
             self._metrics.failed()

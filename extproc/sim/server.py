@@ -105,6 +105,7 @@ class SimEngine:
         self._closing = asyncio.create_task(self._close_after_death())
 
     async def _close_after_death(self) -> None:
+        await asyncio.sleep(0.1)  # the server notices in its own time, and says 503 to health checks until then
         await self._api.stop(grace_s=2.0)
         await self.connector.stop()
 

@@ -32,7 +32,6 @@ class Choice:
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
     _sent: int = 0
     _detokenizer: Detokenizer = field(default_factory=Detokenizer)
 
@@ -47,7 +46,6 @@ class Choice:
         if output.status is not None:
             self.finish_reason = output.status.value
             self.stop_reason = output.stop_reason
-            self.kv_transfer_params = output.kv_transfer_params
         if output.status is not Status.STOPPED and len(self.tokens) > self.min_tokens:
             self._look_for_stop(before)
         held = 0 if self.finish_reason or not self.stop or self.keep_stop else max(map(len, self.stop)) - 1
@@ -84,7 +82,7 @@ def chat_logprobs(steps: list[list[tuple[int, float]]], top: int) -> dict[str, A
     }
 
 
-def completion_logprobs(steps: list[list[tuple[int, float]]], offset: int) -> dict[str, Any]:
+def completion_logprobs(steps: list[list[tuple[int, float | None]]], offset: int) -> dict[str, Any]:
     """OpenAI's older shape: parallel lists. ``offset`` is the first token's place in the text."""
     offsets, tokens = [], []
     for ranked in steps:
@@ -96,5 +94,8 @@ def completion_logprobs(steps: list[list[tuple[int, float]]], offset: int) -> di
         "text_offset": offsets,
         "token_logprobs": [ranked[0][1] for ranked in steps],
         "tokens": tokens,
-        "top_logprobs": [{_named(token)[0]: logprob for token, logprob in ranked} for ranked in steps],
+        "top_logprobs": [
+            None if ranked[0][1] is None else {_named(token)[0]: logprob for token, logprob in ranked}
+            for ranked in steps
+        ],
     }

@@ -47,6 +47,7 @@ VOCABULARY: tuple[bytes, ...] = (
     *dict.fromkeys(piece.encode() for piece in (*_PRINTED, *_FRAGMENTS) if len(piece.encode()) > 1),
 )
 EOS_ID = len(VOCABULARY) + SPECIALS.index("<|im_end|>")
+LONGEST_PIECE = max(map(len, VOCABULARY))
 _ID_OF = {piece: number for number, piece in enumerate(VOCABULARY)}
 _SPECIAL_ID = {name: len(VOCABULARY) + index for index, name in enumerate(SPECIALS)}
 _GENERATED = tuple(_ID_OF[piece.encode()] for piece in _PRINTED)
@@ -54,8 +55,8 @@ _TOKEN = re.compile(b"|".join(map(re.escape, sorted(VOCABULARY[256:], key=len, r
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text. Lone surrogates, which JSON can carry and UTF-8 cannot, become question marks."""
-    return [_ID_OF[piece] for piece in _TOKEN.findall(text.encode("utf-8", "replace"))]
+    """Token ids of a text. Raises UnicodeEncodeError for lone surrogates, which JSON can carry and UTF-8 cannot."""
+    return [_ID_OF[piece] for piece in _TOKEN.findall(text.encode())]
 
 
 def special(name: str) -> int:

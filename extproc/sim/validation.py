@@ -13,6 +13,7 @@ import math
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 
 from extproc.sim.errors import ApiError, bad_request, invalid_parameter
 
@@ -22,7 +23,7 @@ VOCABULARY_SIZE = 151_936
 """Token ids beyond the pieces that exist are legal and print as nothing, as a model's unused ids do."""
 Seed = Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)]
 TokenId = Annotated[int, Field(ge=0)]
-Stop = str | Annotated[list[str], Field(max_length=64)] | None
+Stop = str | Annotated[list[str], Field(max_length=4)] | None
 
 
 class Schema(BaseModel):
@@ -37,7 +38,18 @@ class StreamOptions(Schema):
 
 
 class ResponseFormat(Schema):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class StructuralTag(Schema):
+    type: Literal["structural_tag"]
+    format: Any
+
+
+class OldStructuralTag(Schema):
+    type: Literal["structural_tag"]
+    structures: list[Any]
+    triggers: list[str]
 
 
 class Function(Schema):
@@ -60,9 +72,39 @@ class NamedTool(Schema):
     type: Literal["function"] = "function"
 
 
-class Message(Schema):
+class Part(Schema):
+    """A part of a message. The simulated model looks at any kind, as a multimodal one does."""
+
+    type: Literal[
+        "text",
+        "refusal",
+        "image_url",
+        "image_embeds",
+        "input_audio",
+        "audio_url",
+        "audio_embeds",
+        "video_url",
+        "video_embeds",
+        "file",
+        "thinking",
+        "prompt_embeds",
+    ] = "text"
+    text: str | None = None
+
+
+class AssistantMessage(Schema):
+    """The one message whose content may be null: it may consist of tool calls."""
+
+    role: Literal["assistant"]
+    content: str | list[Part | str] | None = None
+
+
+class OtherMessage(Schema):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Part | str] = ""
+
+
+Message = AssistantMessage | OtherMessage
 
 
 class Generation(Schema):
@@ -72,8 +114,9 @@ class Generation(Schema):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: int | None = None
+    n: int | None = 1
     presence_penalty: float | None = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat | StructuralTag | OldStructuralTag | None = None
     seed: Seed | None = None
     stop: Stop = []
     stream: bool | None = False
@@ -95,21 +138,27 @@ class Generation(Schema):
     priority: Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)] = 0
     request_id: str | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    # Checks on the raw body. The last one defined runs first, so the order decides which complaint a client sees.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _response_format(cls, data: Any) -> Any:
-        wanted = data.get("response_format") if isinstance(data, dict) else None
-        if isinstance(wanted, dict) and wanted.get("type") == "json_schema" and wanted.get("json_schema") is None:
-            raise invalid_parameter(
-                "response_format",
-                "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
-            )
-        return data
+# Checks on the raw body, before the schema. Where several complain, their order decides which one a client sees.
+
+
+def _check_response_format(data: dict[str, Any]) -> None:
+    wanted = data.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema" and wanted.get("json_schema") is None:
+        raise invalid_parameter(
+            "response_format",
+            "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
+        )
+
+
+def _check_cache_salt(data: dict[str, Any]) -> None:
+    if data.get("cache_salt") == "":
+        raise invalid_parameter("cache_salt", "Parameter 'cache_salt' must be a non-empty string if provided.")
 
 
 def _check_stream_options(data: dict[str, Any]) -> None:
@@ -183,7 +232,7 @@ class ChatRequest(Generation):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, BeforeValidator(lambda value: 0 if value is None else value)] = 0
     max_completion_tokens: int | None = None
-    n: int | None = 1
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = "none"
     parallel_tool_calls: bool | None = True
@@ -202,6 +251,8 @@ class ChatRequest(Generation):
     def _raw(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if data.get("messages", []) is None:
+            raise bad_request("'NoneType' object is not iterable")
         if data.get("continue_final_message") and data.get("add_generation_prompt"):
             raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         _check_tools(data)
@@ -214,6 +265,8 @@ class ChatRequest(Generation):
             if (alternatives == -1 or alternatives > 0) and not data.get("logprobs"):
                 raise invalid_parameter("top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true.")
         _check_stream_options(data)
+        _check_response_format(data)
+        _check_cache_salt(data)
         return data
 
 
@@ -242,15 +295,20 @@ class CompletionRequest(Generation):
         count = data.get("logprobs")
         if count is not None and count < 0 and count != -1:
             raise invalid_parameter("logprobs", "`logprobs` must be a positive value or -1.", count)
+        _check_response_format(data)
+        _check_cache_salt(data)
         return data if data.get("max_tokens") is not None else {**data, "max_tokens": 16}
 
 
-class TokenizeRequest(Schema):
-    """``/tokenize`` takes a prompt or messages."""
-
+class TokenizePrompt(Schema):
     model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
+    prompt: str
+    return_token_strs: bool | None = False
+
+
+class TokenizeMessages(Schema):
+    model: str | None = None
+    messages: list[Message]
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
 
@@ -259,11 +317,11 @@ Model = TypeVar("Model")
 
 CHAT: TypeAdapter[ChatRequest | CompletionRequest] = TypeAdapter(ChatRequest)
 COMPLETION: TypeAdapter[ChatRequest | CompletionRequest] = TypeAdapter(CompletionRequest)
-TOKENIZE: TypeAdapter[TokenizeRequest] = TypeAdapter(TokenizeRequest)
+TOKENIZE: TypeAdapter[TokenizePrompt | TokenizeMessages] = TypeAdapter(TokenizePrompt | TokenizeMessages)
 
 
 def parse(adapter: TypeAdapter[Model], body: bytes, content_type: str | None) -> Model:
-    """A request body, the way FastAPI and vLLM's handlers read it. Raises ApiError.
+    """A request body, the way FastAPI and vLLM's handlers read it. Raises ApiError, or HTTPException for broken text.
 
     JSON is Python's: the last of two equal keys wins, NaN and Infinity are numbers.
     """
@@ -274,7 +332,7 @@ def parse(adapter: TypeAdapter[Model], body: bytes, content_type: str | None) ->
         value = _json(body)
     if media_type != "application/json":
         raise schema_error(["Unsupported Media Type: Only 'application/json' is allowed"])
-    if not body:
+    if value is None:
         raise schema_error([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
         return adapter.validate_python(value, from_attributes=True)
@@ -291,7 +349,7 @@ def _json(body: bytes) -> Any:
         problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
         raise schema_error([{**problem, "ctx": {"error": error.msg}}]) from None
     except (UnicodeDecodeError, RecursionError):
-        raise ApiError(400, "There was an error parsing the body", type="Bad Request") from None
+        raise HTTPException(400, "There was an error parsing the body") from None
 
 
 _WRAPPERS = frozenset({"str", "int", "float", "bool", "bytes", "list", "tuple", "dict", "set", "none", "function-wrap"})
@@ -325,14 +383,19 @@ def _shown(value: Any) -> Any:
 
 def _location(parts: tuple[Any, ...]) -> str:
     """Pydantic names union branches in a location; the API's consumers know fields and indexes only."""
-    known = [str(part) for part in parts if str(part).lower() not in _WRAPPERS and not set("[](){}") & set(str(part))]
-    return ".".join(known or map(str, parts))
+    schemas = {schema.__name__ for schema in Schema.__subclasses__()}
+
+    def is_branch(part: str) -> bool:
+        return part.lower() in _WRAPPERS or part in schemas or bool(set("[](){}") & set(part))
+
+    named = [str(part) for part in parts]
+    return ".".join([part for part in named if not is_branch(part)] or named)
 
 
 def check_sampling(request: Generation, max_tokens: int, n: int) -> None:
     """vLLM's SamplingParams, in its order. Raises ApiError."""
     if n < 1:
-        raise invalid_parameter("n", f"n must be at least 1, got {n}.", n)
+        raise bad_request(f"n must be at least 1, got {n}.")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(request, name)
         if value is not None and not -2.0 <= value <= 2.0:
@@ -361,16 +424,22 @@ def check_sampling(request: Generation, max_tokens: int, n: int) -> None:
         raise bad_request(
             f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {request.min_tokens}."
         )
+    unusable = [key for key in request.logit_bias or {} if not key.removeprefix("-").isdecimal()]
+    if unusable:
+        message = f"logit_bias contains key(s) that cannot be converted to integer token IDs: {unusable}"
+        raise invalid_parameter("logit_bias", message, unusable)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if not all(stop):
         raise bad_request("stop cannot contain an empty string.")
-    if temperature < 1e-5 and n > 1:
+    if not all(request.bad_words):
+        raise bad_request(f"bad_words cannot contain an empty string. Got bad_words={request.bad_words}")
+    if temperature < 1e-5 and n > 1 and not request.use_beam_search:
         raise bad_request(f"n must be 1 when using greedy sampling, got {n}.")
 
 
-def check_engine_input(prompt: list[int], logprobs: int | None, prompt_logprobs: int | None) -> None:
+def check_engine_input(request: Generation, prompt: list[int], logprobs: int | None) -> None:
     """What vLLM sees only when the engine takes the request: too late for the status of a stream. Raises ApiError."""
-    for name, kind, count in (("logprobs", "sample", logprobs), ("prompt_logprobs", "prompt", prompt_logprobs)):
+    for name, kind, count in (("logprobs", "sample", logprobs), ("prompt_logprobs", "prompt", request.prompt_logprobs)):
         if count is not None and (count > MAX_LOGPROBS or count == -1):
             wanted = count if count != -1 else VOCABULARY_SIZE
             raise invalid_parameter(
@@ -380,5 +449,7 @@ def check_engine_input(prompt: list[int], logprobs: int | None, prompt_logprobs:
             )
     if not prompt:
         raise bad_request("The decoder prompt cannot be empty")
+    if request.allowed_token_ids == []:
+        raise invalid_parameter("allowed_token_ids", "allowed_token_ids is not None and empty!", [])
     if max(prompt) >= VOCABULARY_SIZE:
         raise bad_request(f"Token id {max(prompt)} is out of vocabulary")
