@@ -285,7 +285,7 @@ def _service_cluster(config: Config) -> cluster.Cluster:
         name=SERVICE,
         **_discovery([host], config),
         connect_timeout=timedelta(seconds=1),
-        load_assignment=_endpoints(SERVICE, [(host, port)]),
+        load_assignment=_endpoints(SERVICE, [(host, port + worker) for worker in range(config.grpc.workers)]),
         health_checks=[
             core.HealthCheck(
                 timeout=timedelta(seconds=1),

@@ -38,12 +38,21 @@ def _root(
 
 
 @app.command()
-def serve(config: ConfigOption) -> None:
+def serve(
+    config: ConfigOption,
+    worker: Annotated[int | None, typer.Option(hidden=True, help="Run this one of `grpc.workers` alone.")] = None,
+) -> None:
     """Run the service that Envoy calls."""
+    from extproc import server, supervisor
     from extproc.config import load
-    from extproc.server import run
 
-    run(load(config))
+    settings = load(config)
+    if worker is not None:
+        server.run(supervisor.for_worker(settings, worker))
+    elif settings.grpc.workers > 1:
+        supervisor.run(settings, config)
+    else:
+        server.run(settings)
 
 
 @app.command()

@@ -37,6 +37,7 @@ from extproc.telemetry import logs
 from extproc.telemetry.logs import log
 from extproc.telemetry.metrics import Metrics
 from extproc.telemetry.recent import Recent
+from extproc.tls import Certificates
 
 ACCESS_LOG = als_pb2.DESCRIPTOR.services_by_name["AccessLogService"].full_name
 EDS = eds_pb2.DESCRIPTOR.services_by_name["EndpointDiscoveryService"].full_name
@@ -137,7 +138,7 @@ class Server:
         names = (EXT_PROC, ACCESS_LOG, EDS, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
-            self.grpc_port = server.add_insecure_port(self.config.grpc.listen)
+            self.grpc_port = self._listen(server)
         except RuntimeError:
             raise ConfigError(f"grpc.listen: {self.config.grpc.listen} cannot be bound") from None
         await server.start()
@@ -145,6 +146,12 @@ class Server:
             yield
         finally:
             await self._drain(server, eds)
+
+    def _listen(self, server: grpc.aio.Server) -> int:
+        settings = self.config.grpc
+        if settings.tls is None:
+            return int(server.add_insecure_port(settings.listen))
+        return int(server.add_secure_port(settings.listen, Certificates(settings.tls).credentials()))
 
     async def _drain(self, server: grpc.aio.Server, eds: EndpointDiscovery) -> None:
         """New work goes elsewhere, running work ends, and streams that only wait for tokens are let go."""
