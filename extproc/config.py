@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
 
+from extproc import configtext
+from extproc.configtext import parse_yaml
 from extproc.errors import ConfigError
 
 ENV_PREFIX = "EXTPROC_"
 ENV_NESTING = "__"
 
 ConnectorName = Literal["nixl", "mooncake-ascend", "timer"]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+
+
+def _is_host(text: str) -> bool:
+    """Whether it is a host name, or an address without brackets."""
+    if ":" not in text:
+        return _HOST_NAME.fullmatch(text) is not None
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def split_listen(value: str) -> tuple[str, int]:
@@ -33,14 +50,14 @@ def split_listen(value: str) -> tuple[str, int]:
     Raises ValueError when it is neither.
     """
     host, separator, port = value.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    if not separator or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError("expected host:port, like 0.0.0.0:9002 or [::]:9002")
     bracketed = host.startswith("[") and host.endswith("]")
     if ":" in host and not bracketed:
         raise ValueError("an IPv6 address needs brackets, like [::]:9002")
     host = host[1:-1] if bracketed else host
-    if bracketed:
-        ipaddress.IPv6Address(host)
+    if bracketed != (":" in host) or not _is_host(host):
+        raise ValueError("expected host:port, like 0.0.0.0:9002 or [::]:9002")
     return host, int(port)
 
 
@@ -50,21 +67,30 @@ def _listen(value: str) -> str:
 
 
 def _engine_url(value: str) -> str:
-    parts = urlsplit(value)
     expected = "expected a URL like http://host:port"
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(expected)
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{expected}, with no path, query or user")
     try:
-        parts.port  # noqa: B018 (the property raises on a bad port)
+        parts = urlsplit(value)
+        port = parts.port
     except ValueError as error:
         raise ValueError(f"{expected}: {error}") from None
-    return value.rstrip("/")
+    if parts.scheme not in ("http", "https") or not _is_host(parts.hostname or ""):
+        raise ValueError(expected)
+    if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{expected}, with no path, query or user")
+    if port == 0 or value != value.strip():
+        raise ValueError(expected)
+    return f"{parts.scheme}://{parts.netloc.lower().removesuffix(':')}"
+
+
+def _path(value: str) -> str:
+    if not value.startswith("/") or "?" in value or "#" in value:
+        raise ValueError("expected a path like /v1/completions, without a query")
+    return value
 
 
 Listen = Annotated[str, AfterValidator(_listen)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+RoutePath = Annotated[str, AfterValidator(_path)]
 
 
 class Section(BaseModel):
@@ -73,9 +99,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class Tls(Section):
+    """TLS on the gRPC port. The files are read again when they change."""
+
+    certificate: Path
+    """PEM chain of the server."""
+    key: Path
+    """PEM private key."""
+    client_ca: Path | None = None
+    """PEM roots: only clients with a certificate of these get in (mTLS)."""
+
+
 class Grpc(Section):
     listen: Listen = "0.0.0.0:9002"
-    """Where Envoy reaches the ext_proc and access-log services."""
+    """Where Envoy reaches the ext_proc, access-log and endpoint-discovery services."""
+    tls: Tls | None = None
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes; worker i listens on this port + i, and its admin port + i. Caps and queues are each worker's own."""
 
 
 class Admin(Section):
@@ -109,6 +149,12 @@ class Engine(Section):
     side_channel_hosts: list[str] = []
     """Further addresses of the same prefiller's side channels (other nodes of a multi-node engine)."""
 
+    @property
+    def endpoint(self) -> str:
+        """The URL's ``host:port``."""
+        parts = urlsplit(self.url)
+        return parts.netloc if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
+
 
 class EngineLists(Section):
     """The engines by role: in the configuration, and in a watched file (``fleet.file``)."""
@@ -119,11 +165,10 @@ class EngineLists(Section):
     @model_validator(mode="after")
     def _listed_once(self) -> Self:
         for role, engines in (("prefill", self.prefill), ("decode", self.decode)):
-            for key in ("url", "name"):
-                seen: set[str] = set()
-                for engine in engines:
-                    value = getattr(engine, key)
-                    if value is not None and value in seen:
+            seen: set[str] = set()
+            for engine in engines:
+                for value in {engine.endpoint, engine.name or engine.endpoint}:
+                    if value in seen:
                         raise ValueError(f"{role}: {value} is listed twice")
                     seen.add(value)
         return self
@@ -185,7 +230,7 @@ class Fleet(EngineLists):
     """``host:port`` of the DNS servers for ``dns``; the system's own by default."""
     health: Health = Health()
     outlier: Outlier = Outlier()
-    scrape_s: Annotated[float, Field(ge=0)] = 1.0
+    scrape_s: NotNegative = 1.0
     """How often each engine's ``/metrics`` is read for its load; 0 turns it off."""
     max_inflight: dict[Literal["prefill", "decode"], Annotated[int, Field(ge=1)]] = {}
     """Cap of requests from this process on an engine, by role, unless the engine has its own."""
@@ -243,7 +288,7 @@ PolicyName = Literal["round_robin", "least_inflight", "least_loaded", "power_of_
 
 
 class Routing(Section):
-    paths: list[str] = ["/v1/chat/completions", "/v1/completions"]
+    paths: list[RoutePath] = ["/v1/chat/completions", "/v1/completions"]
     """Exact paths that are disaggregated; all others go to a decoder untouched."""
     prefill_policy: PolicyName = "least_loaded"
     decode_policy: PolicyName = "least_loaded"
@@ -260,8 +305,6 @@ class Limits(Section):
     """The largest request body. Envoy's buffer limits must be the same."""
     in_flight: Annotated[int, Field(ge=1)] = 10_000
     """Exchanges at once; more get 503 with Retry-After."""
-    json_depth: Annotated[int, Field(ge=1, le=500)] = 128
-    """Deeper nesting in a body is refused with 400."""
 
 
 class Release(Section):
@@ -288,7 +331,7 @@ class Release(Section):
 class Life(Section):
     drain_s: Positive = 30.0
     """SIGTERM to exit: running prefills and queued releases get this long."""
-    notice_s: Annotated[float, Field(ge=0)] = 2.0
+    notice_s: NotNegative = 2.0
     """How long new streams are still served after health turned NOT_SERVING, so that Envoy's health check notices."""
 
 
@@ -310,7 +353,7 @@ class Envoy(Section):
     """Envoy's patience for one reply; the service asks for more while it prefills."""
     ca_file: str = "/etc/ssl/certs/ca-certificates.crt"
     """Certificate authorities that Envoy trusts for decoders with an https URL."""
-    route_timeout_s: Annotated[float, Field(ge=0)] = 0.0
+    route_timeout_s: NotNegative = 0.0
     """Envoy's limit for a whole request; 0 turns it off, as long generations need."""
 
 
@@ -322,6 +365,7 @@ class Config(BaseSettings):
         frozen=True,
         env_prefix=ENV_PREFIX,
         env_nested_delimiter=ENV_NESTING,
+        env_parse_none_str="null",
         nested_model_default_partial_update=True,
     )
 
@@ -351,77 +395,46 @@ class Config(BaseSettings):
 def load(path: Path | str) -> Config:
     """Read and validate a configuration file. Raises ConfigError, whose text names each key at fault."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections like `fleet:` at the top level, found a {type(values).__name__}")
+        values = parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return build(values, source=str(path))
 
 
 def build(values: dict[str, Any], *, source: str = "configuration") -> Config:
     """Validate already parsed values (environment still wins). Raises ConfigError."""
+    values = {key: value for key, value in values.items() if value is not None}  # a section of comments only
     problems = list(_unknown_environment(os.environ))
     try:
         config = Config(**values)
     except ValidationError as error:
-        problems += explain(error)
-    except (TypeError, ValueError) as error:  # a bad JSON value in the environment, or a key that is no string
-        problems.append(str(error))
+        problems += configtext.explain(error, Config)
+    except SettingsError as error:
+        problems += _bad_environment(error)
     if problems:
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
     return config
 
 
-def _unknown_environment(environment: os._Environ[str]) -> Iterator[str]:
+def explain(error: ValidationError) -> list[str]:
+    """One line for each key at fault in a watched fleet file. Values are not shown: they may be secrets."""
+    return configtext.explain(error, EngineLists)
+
+
+def _unknown_environment(environment: Mapping[str, str]) -> Iterator[str]:
     # Kubernetes injects EXTPROC_SERVICE_HOST and the like for a Service of that name: only nested names are ours.
     for name in environment:
-        section, nested, _ = name.removeprefix(ENV_PREFIX).partition(ENV_NESTING)
-        if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
+        section, nested, _ = name.upper().removeprefix(ENV_PREFIX).partition(ENV_NESTING)
+        if name.upper().startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
             yield f"environment variable {name}: there is no section {section.lower()!r}"
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One line for each key at fault. Values are not shown: they may be secrets."""
-    return [_explain(detail) for detail in error.errors(include_url=False, include_input=False)]
-
-
-def _explain(detail: Any) -> str:
-    key = _dotted(detail["loc"]) or "file"
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key{_suggestion(detail['loc'])}"
-    if kind == "missing":
-        return f"{key}: required"
-    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"
-
-
-def _dotted(location: Sequence[int | str]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
-def _suggestion(location: Sequence[int | str]) -> str:
-    import difflib
-
-    fields: Any = Config.model_fields
-    for part in location[:-1]:
-        if isinstance(part, int):
-            continue
-        annotation = fields[part].annotation
-        model = next(
-            (a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")), None
-        )
-        if model is None:
-            return ""
-        fields = model.model_fields
-    close = difflib.get_close_matches(str(location[-1]), list(fields), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
+def _bad_environment(error: SettingsError) -> Iterator[str]:
+    """A list or a section in the environment that is not JSON. The error names no more than the section."""
+    section = next((name for name in Config.model_fields if f'"{name}"' in str(error)), "")
+    for name in configtext.unparsable(f"{ENV_PREFIX}{section}".lower(), os.environ):
+        yield f'environment variable {name}: expected JSON, like [{{"url": "http://host:port"}}]'
