@@ -163,7 +163,7 @@ def test_merge_keys_and_anchors_work() -> None:
             [
                 "grpc.tls.certificate: required",
                 "grpc.tls.key: required",
-                "grpc.tls.cert: unknown key; did you mean 'certificate'?",
+                "grpc.tls.cert: unknown key; known: certificate, key, client_ca",
             ],
         ),
         ({"admin": {"listen": ""}}, ["admin.listen: expected host:port, like 0.0.0.0:9002 or [::]:9002"]),
