@@ -335,6 +335,18 @@ class Life(Section):
     """How long new streams are still served after health turned NOT_SERVING, so that Envoy's health check notices."""
 
 
+class Tracing(Section):
+    """OpenTelemetry traces over OTLP (gRPC); needs the extra ``extproc[otlp]``."""
+
+    endpoint: str | None = None
+    """The collector, like http://otel-collector:4317; null turns tracing off."""
+    insecure: bool = True
+    """Plain HTTP/2; false: TLS with the system's roots."""
+    service_name: str = "extproc"
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of requests that bring no sampling decision of their own (``traceparent``)."""
+
+
 class Log(Section):
     format: Literal["console", "json"] = "console"
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -353,6 +365,11 @@ class Envoy(Section):
     """Envoy's patience for one reply; the service asks for more while it prefills."""
     ca_file: str = "/etc/ssl/certs/ca-certificates.crt"
     """Certificate authorities that Envoy trusts for decoders with an https URL."""
+    service_ca_file: str | None = None
+    """The same for the service, where ``grpc.tls`` is set; ``ca_file`` by default. All paths are as Envoy sees them."""
+    service_certificate: str | None = None
+    """Envoy's own certificate for the service (``grpc.tls.client_ca``), with ``service_key``."""
+    service_key: str | None = None
     route_timeout_s: NotNegative = 0.0
     """Envoy's limit for a whole request; 0 turns it off, as long generations need."""
 
@@ -378,6 +395,7 @@ class Config(BaseSettings):
     release: Release = Release()
     life: Life = Life()
     log: Log = Log()
+    tracing: Tracing = Tracing()
     envoy: Envoy = Envoy()
 
     @classmethod

@@ -29,6 +29,7 @@ from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_p
 from extproc.picking import Need
 from extproc.prefill import Header, Prefilled, PrefillFailed, PrefillRefused, PrefillRequest
 from extproc.telemetry.logs import log
+from extproc.telemetry.tracing import NO_SPAN
 
 if TYPE_CHECKING:
     from extproc.connectors import Handoff
@@ -67,6 +68,7 @@ class Exchange:
         self._response_streamed = False
         self._bypass_reason = ""
         self._reason = ""
+        self._span = NO_SPAN
         self._subset: frozenset[str] | None = None
         self._request: classify.Request | None = None
         self._chunks: list[bytes] = []
@@ -129,6 +131,7 @@ class Exchange:
         self._subset = destinations.subset_hint(message)
         self._service.admit()
         request = self._request = classify.read_headers(message.request_headers)
+        self._span = self._service.tracing.exchange(request.headers)
         recent = self._service.recent
         recent.note(self.request_id, client_request_id=request.client_id, path=request.route_path)
         if request.client_id:  # Envoy's log knows a request that ends before our reply by this id only
@@ -249,6 +252,7 @@ class Exchange:
                     self.request_id,
                     replace(need, subset=None),
                     destination.pairing,
+                    self._span,
                 )
             )
         except PrefillRefused as refusal:
@@ -364,6 +368,8 @@ class Exchange:
             self._fallback = False
             self._service.return_fallback_slot()
         record = self._record()
+        self._span.set(**{key: value for key, value in record.items() if isinstance(value, str | int | float)})
+        self._span.end()
         self._service.recent.note(**record)
         log.info("exchange", **record)
 

@@ -14,6 +14,7 @@ from extproc.admission import Admission
 from extproc.connectors import Handoff, UnusableHandoff
 from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailable
 from extproc.picking import ANYTHING, Need
+from extproc.telemetry.tracing import NO_SPAN, Span, Tracing
 
 if TYPE_CHECKING:
     from extproc.config import Config
@@ -47,6 +48,8 @@ class PrefillRequest:
     need: Need = ANYTHING
     pairing: tuple[str, str] | None = None
     """The decoder's: hand-over never crosses it. None: any."""
+    span: Span = NO_SPAN
+    """The exchange's, for traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Prefiller:
         client: EngineClient,
         metrics: Metrics,
         on_orphan: Callable[[Handoff], None],
+        tracing: Tracing,
     ) -> None:
         self._settings = config.prefill
         self._max_finishing = config.release.max_finishing
@@ -106,6 +110,7 @@ class Prefiller:
         self._client = client
         self._metrics = metrics
         self._on_orphan = on_orphan
+        self._tracing = tracing
         self._abandoned: set[asyncio.Task[None]] = set()
         self._finishing = 0
 
@@ -147,6 +152,8 @@ class Prefiller:
         """One attempt within its time. The reservation lasts as long as the engine is really at work."""
         started = time.monotonic()
         call = Call()
+        span = self._tracing.child(request.span, "prefill", client=True)
+        request = replace(request, headers=self._tracing.inject(span, request.headers), span=span)
         attempt = asyncio.create_task(self._attempt(reservation, request, request_id, call), name="prefill")
         attempt.add_done_callback(lambda _: reservation.release())
         result = "cancelled"
@@ -167,6 +174,10 @@ class Prefiller:
             self._abandon(attempt, reservation.engine, call)
             raise
         finally:
+            span.set(engine=reservation.engine.name, request_id=request_id, result=result)
+            if result not in ("ok", "refused", "cancelled"):
+                span.fail(result)
+            span.end()
             self._judge(reservation, result)
             self._metrics.prefill_attempts.labels(result).inc()
             self._metrics.prefill_seconds.observe(time.monotonic() - started)

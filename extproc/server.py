@@ -37,6 +37,7 @@ from extproc.telemetry import logs
 from extproc.telemetry.logs import log
 from extproc.telemetry.metrics import Metrics
 from extproc.telemetry.recent import Recent
+from extproc.telemetry.tracing import Tracing
 from extproc.tls import Certificates
 
 ACCESS_LOG = als_pb2.DESCRIPTOR.services_by_name["AccessLogService"].full_name
@@ -75,6 +76,8 @@ class Server:
         config = self.config
         metrics = Metrics()
         recent = Recent()
+        tracing = Tracing(config.tracing)
+        stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
         fleet = Fleet(config.fleet, policies(config))
         fleet.update("configuration", engines.specs(config.fleet, config.fleet))
         client = await stack.enter_async_context(
@@ -89,8 +92,8 @@ class Server:
         ways = ReleaseWays(config.release, fleet, client, channels)
         self.releases = ReleaseService(config.release, ways, metrics, recent)
         self._endings = Endings(config.release, ticket.signer(config), ways, fleet, self.releases, metrics, recent)
-        self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched)
-        self.service = Service(config, fleet, self._prefiller, self._endings, metrics, recent)
+        self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched, tracing)
+        self.service = Service(config, fleet, self._prefiller, self._endings, metrics, recent, tracing)
         self._health = health.aio.HealthServicer()
         await self._set_health(_NOT_SERVING)
         await stack.enter_async_context(self._grpc_server())

@@ -18,6 +18,7 @@ from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from extproc.prefill import Prefilled, Prefiller, PrefillRequest
 from extproc.telemetry.metrics import Metrics
 from extproc.telemetry.recent import Recent
+from extproc.telemetry.tracing import Tracing
 
 _LET_GO_MARGIN_S = 0.5
 
@@ -26,13 +27,21 @@ class Service:
     """One process's shared state. Nothing in it has to survive the process."""
 
     def __init__(
-        self, config: Config, fleet: Fleet, prefiller: Prefiller, endings: Endings, metrics: Metrics, recent: Recent
+        self,
+        config: Config,
+        fleet: Fleet,
+        prefiller: Prefiller,
+        endings: Endings,
+        metrics: Metrics,
+        recent: Recent,
+        tracing: Tracing,
     ) -> None:
         self.config = config
         self.endings = endings
         self.fleet = fleet
         self.metrics = metrics
         self.recent = recent
+        self.tracing = tracing
         self._prefiller = prefiller
         self._open: dict[Exchange, asyncio.Task[None]] = {}
         self._closed = asyncio.Event()
