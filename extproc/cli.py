@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from extproc import __version__
-from extproc.errors import ConfigError
+from extproc.errors import ConfigError, ExtprocError
 
 app = typer.Typer(
     name="extproc",
@@ -64,6 +64,20 @@ def envoy(config: ConfigOption) -> None:
     typer.echo(render(load(config)), nl=False)
 
 
+@app.command()
+def probe(
+    requests: Annotated[
+        list[Path], typer.Argument(help="JSON files: an OpenAI body, or {path, method, headers, body}.")
+    ],
+    target: Annotated[str, typer.Option(help="The service's gRPC address, host:port.")] = "127.0.0.1:9002",
+    timeout: Annotated[float, typer.Option(help="Seconds for each request.")] = 120.0,
+) -> None:
+    """Play Envoy against a running service and print every change it would make (the prefill call is real)."""
+    from extproc.probe import run
+
+    run(target, requests, timeout_s=timeout)
+
+
 def _register() -> None:
     from extproc.demo.command import demo
     from extproc.sim.command import sim
@@ -80,3 +94,6 @@ def main() -> None:
     except ConfigError as error:
         typer.echo(str(error), err=True)
         sys.exit(2)
+    except ExtprocError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(1)
