@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -33,11 +33,11 @@ class _Waiter:
     exclude: tuple[Engine, ...]
     pairing: Pairing | None
     granted: asyncio.Future[Reservation | RequestError | None]
+    kind: Hashable = None
+    """Two waiters of one kind can be served by the same engines."""
 
-    @property
-    def kind(self) -> Hashable:
-        """Two waiters of one kind can be served by the same engines."""
-        return self.need.model, self.need.subset, self.exclude, self.pairing
+    def __post_init__(self) -> None:
+        self.kind = (self.need.model, self.need.subset, self.exclude, self.pairing)
 
 
 class Admission:
@@ -52,6 +52,7 @@ class Admission:
         self._metrics = metrics
         self._waiting: OrderedDict[bytes, deque[_Waiter]] = OrderedDict()
         self._count = 0
+        self._kinds: Counter[Hashable] = Counter()
         self._interval_s = 0.0
         self._last_grant = 0.0
         metrics.queue_depth.set_function(lambda: self._count)
@@ -79,7 +80,7 @@ class Admission:
             return reservation
         if not self._usable(waiter):
             return None
-        patience_s = self._settings.max_wait_s if patience_s is None else patience_s
+        patience_s = self._settings.max_wait_s if patience_s is None else max(0.0, patience_s)
         self._make_room(client, patience_s)
         return await self._wait(waiter, client, patience_s)
 
@@ -101,10 +102,13 @@ class Admission:
     async def _wait(self, waiter: _Waiter, client: bytes, patience_s: float) -> Reservation | None:
         started = time.monotonic()
         granted = waiter.granted
+        if not self._count:
+            self._last_grant = 0.0
         self._waiting.setdefault(client, deque()).append(waiter)
+        self._kinds[waiter.kind] += 1
         self._count += 1
         try:
-            await asyncio.wait({granted}, timeout=max(0.0, patience_s))
+            await asyncio.wait({granted}, timeout=patience_s)
         except asyncio.CancelledError:
             if granted.done() and isinstance(reservation := granted.result(), Reservation):
                 reservation.release()
@@ -137,6 +141,8 @@ class Admission:
     def _serve_client(self, client: bytes, busy: set[Hashable]) -> bool:
         """Settle the client's first request that can be. ``busy`` collects kinds for which nothing is free."""
         for waiter in self._waiting[client]:
+            if len(busy) == len(self._kinds):
+                break
             if waiter.kind in busy:
                 continue
             reservation = self._reserve(waiter)
@@ -158,7 +164,7 @@ class Admission:
         if self._last_grant:
             interval_s = min(_LONGEST_INTERVAL_S, now - self._last_grant)
             self._interval_s += _SMOOTHING * (interval_s - self._interval_s)
-        self._last_grant = now if self._count else 0.0
+        self._last_grant = now
 
     def _reserve(self, waiter: _Waiter) -> Reservation | None:
         return self._fleet.reserve("prefill", waiter.need, exclude=waiter.exclude, pairings=_only(waiter.pairing))
@@ -172,10 +178,11 @@ class Admission:
             return
         line.remove(waiter)
         self._count -= 1
+        self._kinds[waiter.kind] -= 1
+        if not self._kinds[waiter.kind]:
+            del self._kinds[waiter.kind]
         if not line:
             del self._waiting[client]
-        if not self._count:
-            self._last_grant = 0.0
 
     def _expected_wait(self, client: bytes) -> float:
         """Seconds until the client's next request would be served, by the pace of the queue and in its turn."""
