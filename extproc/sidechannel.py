@@ -7,7 +7,6 @@ carries one request at a time, and one that timed out is thrown away: a late rep
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Final
 
 import msgspec
@@ -15,6 +14,9 @@ import zmq
 import zmq.asyncio
 
 ACK: Final = b"ACK"
+
+# ZMQ's default, 1023, is not enough for a large fleet: vLLM Ascend has an endpoint for each rank of each prefiller.
+_MAX_SOCKETS: Final = 16_384
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -39,10 +41,14 @@ class SideChannels:
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._channels: dict[str, _Channel] = {}
+        self._closed = False
 
     async def request(self, address: str, payload: bytes, *, timeout_s: float) -> bytes | None:
         """Send one payload, await its reply; None when none came in time. Requests to one endpoint queue up."""
+        if self._closed:
+            return None
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = _Channel(self._context, address)
@@ -54,11 +60,12 @@ class SideChannels:
         return frozenset(self._channels)
 
     def forget(self, address: str) -> None:
-        """Close the socket of an endpoint that has left the fleet."""
+        """Close the socket of an endpoint that has left the fleet. Who waits for its reply gets None."""
         if channel := self._channels.pop(address, None):
             channel.close()
 
     async def aclose(self) -> None:
+        self._closed = True
         for address in list(self._channels):
             self.forget(address)
         self._context.destroy(linger=0)
@@ -70,13 +77,19 @@ class _Channel:
         self._address = address
         self._lock = asyncio.Lock()
         self._socket: zmq.asyncio.Socket | None = None
+        self._closed = False
 
     async def request(self, payload: bytes, timeout_s: float) -> bytes | None:
         try:
             async with asyncio.timeout(timeout_s), self._lock:
-                return await self._exchange(payload)
-        except TimeoutError:
+                return None if self._closed else await self._exchange(payload)
+        except (TimeoutError, zmq.ZMQError):  # ZMQ's: an address that it cannot parse, no more sockets
             return None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            return None  # not we were cancelled: the socket was closed under us
 
     async def _exchange(self, payload: bytes) -> bytes:
         socket = self._socket or self._connect()
@@ -88,20 +101,25 @@ class _Channel:
             return frames[-1]
         finally:
             if not answered:
-                self.close()
+                self._drop()
 
     def _connect(self) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)
+        self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.SNDHWM, 16)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        with contextlib.suppress(zmq.ZMQError):  # an address that ZMQ cannot parse simply never answers
+        try:
             socket.connect(self._address)
-        self._socket = socket
+        except zmq.ZMQError:
+            self._drop()
+            raise
         return socket
 
-    def close(self) -> None:
+    def _drop(self) -> None:
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop()
