@@ -31,8 +31,8 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self.address = sidechannel.endpoint(host, port or free_port())
-        self._socket.bind(self.address)
+        self._socket.bind(sidechannel.endpoint(host, port or 0))
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._changed = asyncio.Condition()
         self._task = asyncio.create_task(self._serve())
 
