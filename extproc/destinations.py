@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Final
 
 from extproc.errors import RequestError
@@ -65,6 +66,10 @@ def choose(fleet: Fleet, need: Need, count: int, *, paired: bool) -> Destination
     akin = [engine for engine in choices if engine.pairing == best.pairing]
     others = [] if paired else [engine for engine in choices if engine.pairing != best.pairing]
     listed = [*akin, *others][:count]
+    if any(engine.pairing != best.pairing or not engine.serves(need.model) for engine in fleet.engines("decode")):
+        # Envoy retries that often, and after the last of the list on any decoder of its cluster: one that serves
+        # another model, or that a stranger's params could kill.
+        listed = list(islice(cycle(listed), count))
     reservation = fleet.reserve_engine(best, need)
     return Destination(
         reservation=reservation,
