@@ -172,6 +172,7 @@ class Engine:
             await self._load(request)
         else:
             request.phase = "loading"
+            request.leaks = True
             await asyncio.get_running_loop().create_future()
         prompt_blocks = request.blocks[: math.ceil(len(request.prompt) / self.config.block_size)]
         if request.sampler is None:
@@ -294,7 +295,7 @@ class Engine:
         if pinned:
             assert ttl is not None
             self.pin(request.id, request.blocks, ttl)
-        self._give_back(request, keep_blocks=pinned)
+        self._give_back(request, keep_blocks=pinned or request.leaks)
         request.phase = "done"
         self.metrics.finished(status, len(request.prompt))
         return params

@@ -196,6 +196,7 @@ class NixlConnector:
         started = time.perf_counter()
         try:
             agent = await self._agent(params)
+            assert isinstance(params["remote_block_ids"][0], list), "block ids come in a list for each group"
             remote: list[int] = params["remote_block_ids"][0]
             assert len(blocks) <= len(remote), "num_decode_blocks <= len(prefill_group)"
             contents = await agent.read(remote[len(remote) - len(blocks) :])

@@ -64,6 +64,8 @@ class EngineRequest:
     """Prompt tokens found in the prefix cache or pulled, when generation began."""
     pulled: bool = False
     """The prompt's KV came from a prefiller."""
+    leaks: bool = False
+    """Its blocks wait for a transfer that nobody started, so they are never given back."""
     sampler: Sampler | None = None
     phase: str = "waiting"
     """waiting, loading, prefill, decode, done"""

@@ -134,7 +134,7 @@ class SimEngine:
     def _reset_next(self) -> bool:
         return self.failures.take_connection() is not None
 
-    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
         """Wait until something holds, like ``lambda: not engine.pinned``. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition():

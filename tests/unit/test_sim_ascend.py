@@ -69,7 +69,7 @@ class Fleet:
             read = engine.connector.listener_messages
             await channel.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
             if answered:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(30):
                     return (await channel.recv_multipart())[-1]
             await engine.until(lambda: engine.connector.listener_messages > read)
             # Whatever it has to say, it says before it reads on.
@@ -81,7 +81,7 @@ class Fleet:
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    async with AsyncExitStack() as stack, httpx.AsyncClient(trust_env=False, verify=False, timeout=10) as client:
+    async with AsyncExitStack() as stack, httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as client:
         with zmq.asyncio.Context() as context:
             yield Fleet(stack, client, context)
 

@@ -55,7 +55,7 @@ class Fleet:
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    async with AsyncExitStack() as stack, httpx.AsyncClient(trust_env=False, verify=False, timeout=10) as client:
+    async with AsyncExitStack() as stack, httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as client:
         yield Fleet(stack, client)
 
 
@@ -222,13 +222,17 @@ async def test_params_serve_once(fleet: Fleet) -> None:
 
 
 async def test_heartbeats_keep_the_blocks_of_a_queued_decode(fleet: Fleet) -> None:
-    prefiller = await fleet.engine(lease_s=0.3)
-    decoder = await fleet.engine(lease_s=0.3, max_num_seqs=1, decode_ms_per_token=5)
-    busy = asyncio.create_task(fleet.complete(decoder, OTHER, max_tokens=160, ignore_eos=True))
+    prefiller = await fleet.engine(lease_s=3)
+    decoder = await fleet.engine(lease_s=3, max_num_seqs=1, decode_ms_per_token=5)
+    busy = cut(decoder, {"stream": True, "max_tokens": 5000, "ignore_eos": True}, OTHER)
     await decoder.until(lambda: decoder.engine.running == 1)
     params = await fleet.prefill(prefiller)
+    (pin,) = prefiller.engine.pins.values()
+    first = pin.expires
     queued = asyncio.create_task(fleet.text(decoder, kv_transfer_params=params))
-    await busy  # 0.8 s, well past the lease
+    # Each heartbeat promises two thirds of a lease from now, so it takes some to get past the first promise.
+    await prefiller.until(lambda: pin.expires > first)
+    busy.close()
     assert await queued == await fleet.text(prefiller)
     assert prefiller.metrics.value("vllm:nixl_num_kv_expired_reqs_total") == 0
     assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 0
@@ -411,7 +415,7 @@ async def test_an_engine_of_another_name_on_the_same_port_is_not_trusted(fleet: 
 
 async def gone(fleet: Fleet, engine: SimEngine) -> bool:
     """The engine's server has gone, as vLLM's does after its core: unhealthy first, then refusing connections."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             try:
                 assert (await fleet.client.get(f"{engine.url}/health")).status_code == 503
@@ -443,6 +447,49 @@ async def test_a_missing_request_id_hangs_and_kills_when_the_client_leaves(fleet
     await decoder.until(decoder.died.is_set)
     assert await gone(fleet, decoder)
     assert decoder.engine.death == "KeyError: 'remote_request_id'"
+
+
+async def test_a_streamed_request_without_the_id_only_leaks(fleet: Fleet) -> None:
+    prefiller, decoder = await fleet.pair()
+    params = await fleet.prefill(prefiller)
+    del params["remote_request_id"]
+    connection = cut(decoder, {"stream": True, "kv_transfer_params": params})
+    await decoder.until(lambda: decoder.engine.waiting == 1)
+    connection.close()
+    await decoder.until(lambda: decoder.engine.waiting == 0)
+    assert decoder.state()["alive"]
+    assert decoder.state()["blocks"]["used"] == 3
+
+
+@pytest.mark.parametrize("key", ["remote_request_id", "remote_block_ids", "remote_engine_id", "remote_host"])
+async def test_a_rejection_with_incomplete_params_kills_the_decoder(fleet: Fleet, key: str) -> None:
+    prefiller, decoder = await fleet.pair()
+    params = await fleet.prefill(prefiller)
+    del params[key]
+    assert (await fleet.complete(decoder, model="nope", kv_transfer_params=params)).status_code == 404
+    assert await gone(fleet, decoder)
+    assert decoder.engine.death == f"KeyError: {key!r}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes"),
+    [(list(range(200)), {}), (PROMPT, {"remote_block_ids": [1, 2, 3]})],
+    ids=["more blocks than offered", "flat block ids"],
+)
+async def test_params_that_do_not_fit_the_prompt_kill_the_decoder(
+    fleet: Fleet, prompt: list[int], changes: dict[str, Any]
+) -> None:
+    prefiller, decoder = await fleet.pair()
+    params = {**await fleet.prefill(prefiller), **changes}
+    assert (await fleet.complete(decoder, prompt, kv_transfer_params=params)).status_code == 500
+    assert await gone(fleet, decoder)
+
+
+async def test_blocks_that_do_not_exist_are_a_failed_load(fleet: Fleet) -> None:
+    prefiller, decoder = await fleet.pair()
+    params = {**await fleet.prefill(prefiller), "remote_block_ids": [[9999, 9999, 9999]]}
+    assert (await fleet.complete(decoder, kv_transfer_params=params)).status_code == 500
+    assert decoder.state()["alive"]
 
 
 async def test_the_death_of_an_engine_ends_all_its_requests(fleet: Fleet) -> None:
