@@ -5,50 +5,41 @@ What the parts are for is said in :mod:`extproc.bootstrap_comments`, which are p
 
 from __future__ import annotations
 
-import ipaddress
 import warnings
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import betterproto2
 import yaml
 
+from extproc.bootstrap_clusters import DECODE, SERVICE, address, decode_cluster, room, service_cluster
 from extproc.bootstrap_comments import COMMENTS, HEADER, annotate
 from extproc.config import Config, split_listen
-from extproc.replies import DESTINATION, LB_NAMESPACE, OWN_NAMESPACE
+from extproc.replies import LB_NAMESPACE, OWN_NAMESPACE
 
 with warnings.catch_warnings():
     # The generated classes spell pydantic's validators in a way that newer releases warn about.
     warnings.simplefilter("ignore", DeprecationWarning)
     from envoy_data_plane.envoy.config.accesslog import v3 as accesslog
     from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
-    from envoy_data_plane.envoy.config.cluster import v3 as cluster
     from envoy_data_plane.envoy.config.common.mutation_rules import v3 as mutation
     from envoy_data_plane.envoy.config.core import v3 as core
-    from envoy_data_plane.envoy.config.endpoint import v3 as endpoint
     from envoy_data_plane.envoy.config.listener import v3 as listener
+    from envoy_data_plane.envoy.config.overload import v3 as overload
     from envoy_data_plane.envoy.config.route import v3 as route
     from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
     from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log
-    from envoy_data_plane.envoy.extensions.clusters.common.dns.v3 import DnsLookupFamily
-    from envoy_data_plane.envoy.extensions.clusters.dns.v3 import DnsCluster
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
     from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
     from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
-    from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
-    from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin.v3 import RoundRobin
-    from envoy_data_plane.envoy.extensions.transport_sockets.tls import v3 as tls
-    from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstream
+    from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
+        DownstreamConnectionsConfig,
+    )
     from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
-    from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
-    from envoy_data_plane.envoy.type.v3 import Percent
     from envoy_data_plane.google.protobuf import Any as AnyMessage
     from envoy_data_plane.google.protobuf import Struct
 
-SERVICE = "extproc"
-DECODE = "decode"
 REALTIME_PATH = "/v1/realtime"
 CLIENT_HEADERS_REMOVED = (
     "x-gateway-destination-endpoint",
@@ -66,7 +57,7 @@ _RECEIVE_S = 300.0
 
 
 def render(config: Config) -> str:
-    """The bootstrap as YAML that ``envoy -c`` takes, with comments."""
+    """The bootstrap as YAML that ``envoy -c`` takes, with comments. Raises ConfigError for what it cannot express."""
     values = _names_first(bootstrap(config).to_dict(casing=betterproto2.Casing.SNAKE))
     return HEADER + annotate(yaml.safe_dump(values, sort_keys=False, width=120), COMMENTS)
 
@@ -77,10 +68,22 @@ def bootstrap(config: Config) -> Bootstrap:
         node=core.Node(id="extproc-gateway", cluster="extproc-gateway"),
         static_resources=BootstrapStaticResources(
             listeners=[_listener(config)],
-            clusters=[_decode_cluster(config), _service_cluster(config)],
+            clusters=[decode_cluster(config), service_cluster(config)],
         ),
-        admin=Admin(address=_address(*split_listen(config.envoy.admin))) if config.envoy.admin else None,
+        admin=_admin(config.envoy.admin) if config.envoy.admin else None,
+        overload_manager=_connection_limit(room(config)),
     )
+
+
+def _admin(listen: str) -> Admin:
+    return Admin(address=address(*split_listen(listen)), ignore_global_conn_limit=True)
+
+
+def _connection_limit(connections: int) -> overload.OverloadManager:
+    name = "envoy.resource_monitors.global_downstream_max_connections"
+    limit = DownstreamConnectionsConfig(max_active_downstream_connections=connections)
+    monitor = overload.ResourceMonitor(name=name, typed_config=AnyMessage.pack(limit))
+    return overload.OverloadManager(resource_monitors=[monitor])
 
 
 def _listener(config: Config) -> listener.Listener:
@@ -89,7 +92,7 @@ def _listener(config: Config) -> listener.Listener:
     )
     return listener.Listener(
         name="gateway",
-        address=_address(*split_listen(config.envoy.listen)),
+        address=address(*split_listen(config.envoy.listen)),
         filter_chains=[listener.FilterChain(filters=[manager])],
     )
 
@@ -235,171 +238,8 @@ def _access_log() -> grpc_log.HttpGrpcAccessLogConfig:
     )
 
 
-def _decode_cluster(config: Config) -> cluster.Cluster:
-    urls = [urlsplit(engine.url) for engine in config.fleet.decode]
-    hosts = [(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)) for url in urls]
-    secure = {host for url, (host, _) in zip(urls, hosts, strict=True) if url.scheme == "https"}
-    fallback = _policy("envoy.load_balancing_policies.round_robin", RoundRobin())
-    key = MetadataKey(key=LB_NAMESPACE, path=[MetadataKeyPathSegment(key=DESTINATION)])
-    policy = override_host.OverrideHost(
-        override_host_sources=[override_host.OverrideHostOverrideHostSource(metadata=key)], fallback_policy=fallback
-    )
-    tls_sockets = [
-        cluster.ClusterTransportSocketMatch(
-            name=host,
-            match=Struct.from_dict({"tls": host}),
-            transport_socket=_tls_socket(host, config.envoy.ca_file),
-        )
-        for host in sorted(secure)
-    ]
-    return cluster.Cluster(
-        name=DECODE,
-        **_discovery([host for host, _ in hosts], config),
-        connect_timeout=timedelta(seconds=1),
-        load_assignment=_endpoints(
-            DECODE,
-            hosts,
-            [{"tls": host} if url.scheme == "https" else None for url, (host, _) in zip(urls, hosts, strict=True)],
-        ),
-        circuit_breakers=_room_for(config.limits.in_flight),
-        typed_extension_protocol_options={
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": AnyMessage.pack(
-                upstream.HttpProtocolOptions(
-                    common_http_protocol_options=core.HttpProtocolOptions(
-                        idle_timeout=timedelta(seconds=config.prefill.keepalive_s)
-                    ),
-                    explicit_http_config=upstream.HttpProtocolOptionsExplicitHttpConfig(
-                        http_protocol_options=core.Http1ProtocolOptions()
-                    ),
-                )
-            )
-        },
-        transport_socket_matches=tls_sockets,
-        load_balancing_policy=_policy("envoy.load_balancing_policies.override_host", policy),
-    )
-
-
-def _service_cluster(config: Config) -> cluster.Cluster:
-    host, port = split_listen(config.envoy.extproc)
-    return cluster.Cluster(
-        name=SERVICE,
-        **_discovery([host], config),
-        connect_timeout=timedelta(seconds=1),
-        load_assignment=_endpoints(SERVICE, [(host, port + worker) for worker in range(config.grpc.workers)]),
-        health_checks=[
-            core.HealthCheck(
-                timeout=timedelta(seconds=1),
-                interval=timedelta(seconds=1),
-                no_traffic_interval=timedelta(seconds=1),
-                unhealthy_threshold=2,
-                healthy_threshold=1,
-                grpc_health_check=core.HealthCheckGrpcHealthCheck(),
-            )
-        ],
-        circuit_breakers=_room_for(config.limits.in_flight),
-        common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0)),
-        typed_extension_protocol_options={
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": AnyMessage.pack(
-                upstream.HttpProtocolOptions(
-                    explicit_http_config=upstream.HttpProtocolOptionsExplicitHttpConfig(
-                        http2_protocol_options=core.Http2ProtocolOptions(
-                            connection_keepalive=core.KeepaliveSettings(
-                                interval=timedelta(seconds=30), timeout=timedelta(seconds=5)
-                            )
-                        )
-                    )
-                )
-            )
-        },
-    )
-
-
-def _discovery(hosts: list[str], config: Config) -> dict[str, Any]:
-    if all(_is_address(host) for host in hosts):
-        return {"type": cluster.ClusterDiscoveryType.STATIC}
-    dns = DnsCluster(
-        dns_refresh_rate=timedelta(seconds=config.fleet.resolve_s),
-        dns_lookup_family=DnsLookupFamily.V4_PREFERRED,
-    )
-    return {
-        "cluster_type": cluster.ClusterCustomClusterType(name="envoy.clusters.dns", typed_config=AnyMessage.pack(dns))
-    }
-
-
-def _endpoints(
-    name: str, hosts: list[tuple[str, int]], transport: list[dict[str, str] | None] | None = None
-) -> endpoint.ClusterLoadAssignment:
-    return endpoint.ClusterLoadAssignment(
-        cluster_name=name,
-        endpoints=[
-            endpoint.LocalityLbEndpoints(
-                lb_endpoints=[
-                    endpoint.LbEndpoint(
-                        endpoint=endpoint.Endpoint(address=_address(host, port)),
-                        metadata=core.Metadata(
-                            filter_metadata={"envoy.transport_socket_match": Struct.from_dict(match)}
-                        )
-                        if match
-                        else None,
-                    )
-                    for (host, port), match in zip(hosts, transport or [None] * len(hosts), strict=True)
-                ]
-            )
-        ],
-    )
-
-
-def _tls_socket(host: str, ca_file: str) -> core.TransportSocket:
-    san_type = tls.SubjectAltNameMatcherSanType
-    context = tls.UpstreamTlsContext(
-        common_tls_context=tls.CommonTlsContext(
-            alpn_protocols=["http/1.1"],
-            validation_context=tls.CertificateValidationContext(
-                trusted_ca=core.DataSource(filename=ca_file),
-                match_typed_subject_alt_names=[
-                    tls.SubjectAltNameMatcher(
-                        san_type=san_type.IP_ADDRESS if _is_address(host) else san_type.DNS,
-                        matcher=StringMatcher(exact=host),
-                    )
-                ],
-            ),
-        ),
-        sni="" if _is_address(host) else host,
-    )
-    return core.TransportSocket(name="envoy.transport_sockets.tls", typed_config=AnyMessage.pack(context))
-
-
-def _room_for(requests: int) -> cluster.CircuitBreakers:
-    return cluster.CircuitBreakers(
-        thresholds=[
-            cluster.CircuitBreakersThresholds(
-                max_connections=requests, max_pending_requests=requests, max_requests=requests, max_retries=requests
-            )
-        ]
-    )
-
-
-def _policy(name: str, message: betterproto2.Message) -> cluster.LoadBalancingPolicy:
-    return cluster.LoadBalancingPolicy(
-        policies=[cluster.LoadBalancingPolicyPolicy(typed_extension_config=_extension(name, message))]
-    )
-
-
 def _extension(name: str, message: betterproto2.Message) -> core.TypedExtensionConfig:
     return core.TypedExtensionConfig(name=name, typed_config=AnyMessage.pack(message))
-
-
-def _address(host: str, port: int) -> core.Address:
-    # A wildcard IPv6 listener takes IPv4 clients too.
-    return core.Address(socket_address=core.SocketAddress(address=host, port_value=port, ipv4_compat=host == "::"))
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _names_first(value: Any) -> Any:

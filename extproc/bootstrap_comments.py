@@ -77,6 +77,9 @@ COMMENTS: Final[Mapping[str, str]] = {
     "static_resources/clusters/decode": """
         The decoders. The service names hosts by address in the metadata; without it (it is down), round robin.
     """,
+    "decode/eds_cluster_config": """
+        Decoders come and go: the service tells Envoy which ones there are. What it told last stays when it is down.
+    """,
     "decode/circuit_breakers": """
         Envoy's own defaults (1024 requests, 3 retries at once) are far too low where each request streams for minutes.
     """,
@@ -86,6 +89,7 @@ COMMENTS: Final[Mapping[str, str]] = {
     """,
     "decode/transport_socket_matches": "For engines with an https URL; the others get plain TCP.",
     "static_resources/clusters/extproc": "The service: ext_proc and access log on one port, over HTTP/2.",
+    "extproc/transport_socket": "The service's certificate must be for the name that Envoy reaches it by.",
     "extproc/health_checks": """
         The service says NOT_SERVING as soon as it is told to stop; requests that it holds still get their answer.
     """,
@@ -93,6 +97,7 @@ COMMENTS: Final[Mapping[str, str]] = {
         0: if no replica is healthy none is tried, and failure_mode_allow decides.
     """,
     "extproc/circuit_breakers": "One gRPC stream for each request, open until the last token.",
+    "resource_monitors": "Connections of clients, idle ones too; more are refused.",
     "connection_keepalive": "Finds out about a host that vanished. The service permits these pings.",
 }
 """What a path of the YAML ends in (see :func:`annotate`) -> why it is there."""

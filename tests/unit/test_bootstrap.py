@@ -1,3 +1,4 @@
+import functools
 import subprocess
 import textwrap
 from pathlib import Path
@@ -6,9 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.bootstrap import HANDOFF_BYTES, render
+from extproc import classify
+from extproc.bootstrap import CLIENT_HEADERS_REMOVED, HANDOFF_BYTES, render
 from extproc.bootstrap_comments import COMMENTS, annotate
 from extproc.config import Config, build
+from extproc.errors import ConfigError
 from extproc.processes import find_envoy
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -31,6 +34,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             ]
         }
     },
+    "discovered decoders": {
+        "fleet": {"file": "/etc/extproc/engines.yaml", "prefill": [{"url": "http://10.0.0.7:8000"}]},
+        "grpc": {"workers": 3},
+        "limits": {"in_flight": 100},
+        "envoy": {"extproc": "10.0.0.3:9002"},
+    },
+    "TLS to the service": {
+        "fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]},
+        "grpc": {"tls": {"certificate": "/tls/server.pem", "key": "/tls/server.key"}},
+        "envoy": {"extproc": "extproc.vllm.svc:9002"},
+    },
     "fail closed, no admin, one choice": {
         "fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]},
         "envoy": {"fail_open": False, "admin": None, "route_timeout_s": 600, "message_timeout_s": 0.5},
@@ -45,6 +59,7 @@ def configuration(name: str) -> Config:
     return build(CONFIGURATIONS[name])
 
 
+@functools.cache
 def printed(name: str) -> dict[str, Any]:
     parsed = yaml.safe_load(render(configuration(name)))
     assert isinstance(parsed, dict)
@@ -149,11 +164,13 @@ def test_the_configured_limits() -> None:
     for name in ("decode", "extproc"):
         (thresholds,) = cluster(bootstrap, name)["circuit_breakers"]["thresholds"]
         assert thresholds == {
-            "max_connections": 77,
-            "max_pending_requests": 77,
-            "max_requests": 77,
-            "max_retries": 77,
+            "max_connections": 154,
+            "max_pending_requests": 154,
+            "max_requests": 154,
+            "max_retries": 154,
         }
+    (monitor,) = bootstrap["overload_manager"]["resource_monitors"]
+    assert monitor["typed_config"]["max_active_downstream_connections"] == "154"
     options = cluster(bootstrap, "decode")["typed_extension_protocol_options"]
     (http,) = options.values()
     assert http["common_http_protocol_options"] == {"idle_timeout": "1.500s"}
@@ -208,6 +225,67 @@ def test_https_engines_get_tls_and_the_others_do_not() -> None:
         }
 
 
+def test_discovered_decoders_are_asked_of_the_service() -> None:
+    decode, service = (cluster(printed("discovered decoders"), name) for name in ("decode", "extproc"))
+    assert decode["type"] == "EDS"
+    assert "load_assignment" not in decode
+    (source,) = decode["eds_cluster_config"]["eds_config"]["api_config_source"]["grpc_services"]
+    assert source == {"envoy_grpc": {"cluster_name": "extproc"}}
+    # Each worker has a port of its own, and its own limits.
+    assert hosts(service) == [("10.0.0.3", 9002), ("10.0.0.3", 9003), ("10.0.0.3", 9004)]
+    assert service["circuit_breakers"]["thresholds"][0]["max_requests"] == 600
+
+
+def test_discovered_decoders_cannot_be_https() -> None:
+    names = [
+        {"role": "decode", "name": "decode.vllm.svc", "scheme": "https"},
+        {"role": "prefill", "name": "prefill.vllm.svc", "scheme": "https"},
+    ]
+    config = build({"fleet": {"dns": names, "decode": [{"url": "https://one"}, {"url": "http://two"}]}})
+    with pytest.raises(ConfigError) as raised:
+        render(config)
+    assert str(raised.value).splitlines() == [
+        "fleet.decode: https://one: Envoy cannot speak https to decoders that are discovered",
+        "fleet.dns: decode.vllm.svc: Envoy cannot speak https to decoders that are discovered",
+    ]
+
+
+def test_tls_to_the_service() -> None:
+    context = cluster(printed("TLS to the service"), "extproc")["transport_socket"]["typed_config"]
+    assert context == {
+        "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        "common_tls_context": {
+            "alpn_protocols": ["h2"],
+            "validation_context": {
+                "trusted_ca": {"filename": "/etc/ssl/certs/ca-certificates.crt"},
+                "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": "extproc.vllm.svc"}}],
+            },
+        },
+        "sni": "extproc.vllm.svc",
+    }
+    assert "transport_socket" not in cluster(printed("names"), "extproc")
+
+
+def test_a_service_that_asks_for_client_certificates_needs_one_for_envoy() -> None:
+    values: dict[str, Any] = {
+        "fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]},
+        "grpc": {"tls": {"certificate": "/s.pem", "key": "/s.key", "client_ca": "/ca.pem"}},
+        "envoy": {"service_certificate": "/e.pem", "service_ca_file": "/our-ca.pem"},
+    }
+    with pytest.raises(ConfigError, match=r"envoy\.service_certificate, envoy\.service_key: required"):
+        render(build(values))
+    values["envoy"]["service_key"] = "/e.key"
+    context = cluster(yaml.safe_load(render(build(values))), "extproc")["transport_socket"]["typed_config"]
+    assert context["common_tls_context"]["tls_certificates"] == [
+        {"certificate_chain": {"filename": "/e.pem"}, "private_key": {"filename": "/e.key"}}
+    ]
+    assert context["common_tls_context"]["validation_context"]["trusted_ca"] == {"filename": "/our-ca.pem"}
+
+
+def test_what_clients_may_not_send_is_what_the_service_thinks_it_is() -> None:
+    assert set(CLIENT_HEADERS_REMOVED) == classify.STEERING
+
+
 def test_how_ends_are_told() -> None:
     (log,) = manager(printed("one IPv4 decoder"))["access_log"]
     assert log["typed_config"]["additional_request_headers_to_log"] == ["x-request-id"]
@@ -221,7 +299,8 @@ def test_how_ends_are_told() -> None:
 
 
 def test_every_comment_is_printed() -> None:
-    text = " ".join(line.strip(" #") for line in render(configuration("https")).splitlines() if line.strip()[:1] == "#")
+    printed = "\n".join(render(configuration(name)) for name in CONFIGURATIONS)
+    text = " ".join(line.strip(" #") for line in printed.splitlines() if line.strip()[:1] == "#")
     missing = [key for key, comment in COMMENTS.items() if " ".join(comment.split()) not in text]
     assert missing == []
 
