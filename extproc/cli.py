@@ -65,6 +65,15 @@ def envoy(config: ConfigOption) -> None:
 
 
 @app.command()
+def check(config: ConfigOption) -> None:
+    """Look at the configuration, the engines and Envoy as they are, and say what is wrong and what to do."""
+    from extproc.check.run import run
+    from extproc.config import load
+
+    run(load(config))
+
+
+@app.command()
 def probe(
     requests: Annotated[
         list[Path], typer.Argument(help="JSON files: an OpenAI body, or {path, method, headers, body}.")
