@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from extproc.sim.config import VLLM_VERSION, SimConfig
+from extproc.sim.schema import ChatRequest, CompletionRequest
 from extproc.sim.serving import Generation
 from extproc.sim.text import Choice, Delta, chat_logprobs, completion_logprobs
 from extproc.sim.tokens import decode
-from extproc.sim.validation import ChatRequest, CompletionRequest
 
 to_json = msgspec.json.encode
 

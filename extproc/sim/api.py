@@ -31,17 +31,10 @@ from extproc.sim.errors import ApiError, internal_error, unknown_model
 from extproc.sim.failures import Failure, Failures
 from extproc.sim.log import Record, RequestLog
 from extproc.sim.request import EngineDead
+from extproc.sim.schema import ChatRequest, CompletionRequest, TokenizeMessages
 from extproc.sim.serving import Generation, Serving, chat_prompt, encode_text
 from extproc.sim.tokens import decode
-from extproc.sim.validation import (
-    CHAT,
-    COMPLETION,
-    TOKENIZE,
-    ChatRequest,
-    CompletionRequest,
-    TokenizeMessages,
-    parse,
-)
+from extproc.sim.validation import CHAT, COMPLETION, TOKENIZE, parse
 
 Events = AsyncIterator[bytes]
 Reject = Callable[[dict[str, Any]], None]

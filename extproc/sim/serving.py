@@ -13,16 +13,10 @@ from extproc.sim.config import SimConfig
 from extproc.sim.engine import Engine
 from extproc.sim.errors import ApiError, bad_request, internal_error, invalid_parameter, unknown_model
 from extproc.sim.request import EngineDead, EngineRequest, OutputQueue, Sampling, Status, internal_id
+from extproc.sim.schema import ChatRequest, CompletionRequest, Message, Part
 from extproc.sim.text import Choice, Delta
 from extproc.sim.tokens import LONGEST_PIECE, encode, special
-from extproc.sim.validation import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    Part,
-    check_engine_input,
-    check_sampling,
-)
+from extproc.sim.validation import check_engine_input, check_sampling
 
 
 def encode_text(text: str) -> list[int]:
