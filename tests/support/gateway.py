@@ -4,7 +4,7 @@
 
     async with Gateway.started({"prefill": {"on_failure": "decode"}}) as gateway:
         gateway.prefillers[0].respond = lambda _: Answer(500)
-        response = await gateway.post({"model": "stub", "prompt": "hi"})
+        response = await gateway.post({"model": "m", "prompt": "hi"})
         decode = await gateway.decoders[0].request()
 
 The service runs in the test's own event loop, or as a process (``service="process"``) where a test ends it.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import httpx
+import structlog
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,7 +36,7 @@ from tests.support.engines import Answer, RecordedRequest, StubEngine, answer_de
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
-CHAT_BODY: Final = b'{"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
+CHAT_BODY: Final = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
 
 Settings = Mapping[str, Mapping[str, Any]]
 Change = Callable[[dict[str, Any]], None]
@@ -129,13 +130,18 @@ class Gateway:
             },
             "routing": {"prefill_policy": "round_robin", "decode_policy": "round_robin"},
             "life": {"notice_s": 0.0, "drain_s": 5.0},
-            "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0"},
+            # Fail closed and patient: a service that fails or is slow must not pass for one that chose to bypass.
+            "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0", "fail_open": False, "message_timeout_s": 30},
         }
         for section, keys in settings.items():
             values[section] = {**values.get(section, {}), **keys}
         return values
 
     async def _start_inside(self, stack: contextlib.AsyncExitStack, values: dict[str, Any]) -> None:
+        # Unconfigured, tracebacks come with all variables; bodies are among them.
+        structlog.configure(
+            processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, colors=False)]
+        )
         self.server = await stack.enter_async_context(Server(build(values)))
         self.admin_url = f"http://{HOST}:{self.server.admin_port}"
         self.grpc_address = f"{HOST}:{self.server.grpc_port}"
@@ -254,8 +260,8 @@ class Gateway:
             engine.respond = answer_prefill if engine.role == "prefill" else answer_decode
             engine.hang = False
             engine.close_on_nth = None
-            await engine.refuse()  # drops what a test left open
-            await engine.listen()
+            if engine._server is None:
+                await engine.listen()
             engine.requests.clear()
             engine.probes.clear()
             engine.answered = engine.disconnects = engine.connections = 0
