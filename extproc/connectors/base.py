@@ -6,9 +6,9 @@ import enum
 import ipaddress
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from extproc.outcomes import Ending
     from extproc.releaseways import ReleaseWays
     from extproc.ticket import Ticket
+
+
+MAX_PORT: Final = 65535
 
 
 class UnusableHandoff(Exception):
@@ -68,10 +71,6 @@ class Connector(ABC):
         """Members of the prefill body: JSON text to set, None to drop."""
 
     @abstractmethod
-    def required(self) -> tuple[str, ...]:
-        """Keys without which a decoder hangs or dies; a handoff that lacks one is unusable."""
-
-    @abstractmethod
     def release_data(self, handoff: Handoff) -> Mapping[str, Any] | None:
         """What :meth:`release` needs beside the handoff's id, as it goes into a ticket (a few hundred bytes).
 
@@ -92,8 +91,8 @@ class Connector(ABC):
     def handoff(self, prefiller: Engine, answer: bytes, now: float) -> Handoff:
         """Read a prefill's 200 answer (a JSON body). Raises UnusableHandoff.
 
-        Only the required keys are looked at; the params go on verbatim, unknown keys included, but for an address
-        that no decoder can reach.
+        Only the keys without which a decoder hangs or dies are looked at; the params go on verbatim, unknown keys
+        included, but for an address that no decoder can reach.
         """
         try:
             raw = JsonObject(answer).raw("kv_transfer_params")
@@ -104,21 +103,24 @@ class Connector(ABC):
         try:
             params = JsonObject(raw)
             values: dict[str, Any] = msgspec.json.decode(raw)
-        except (BadJson, NotAnObject, msgspec.MsgspecError):
+        except (BadJson, NotAnObject, msgspec.MsgspecError, RecursionError):
             raise UnusableHandoff("bad_params") from None
         if values.get("do_remote_prefill") is not True:
             raise UnusableHandoff("not_remote")
-        if missing := [key for key in self.required() if values.get(key) in (None, "", [], {})]:
-            raise UnusableHandoff(f"missing_{missing[0]}")
         address = self._reachable_host(prefiller, values)
         if address != values.get("remote_host"):
             raw = params.edited({"remote_host": json.dumps(address).encode()})
             values["remote_host"] = address
+        for key, fits in _REQUIRED.items():
+            if values.get(key) in (None, ""):
+                raise UnusableHandoff(f"missing_{key}")
+            if not fits(values[key]):
+                raise UnusableHandoff(f"bad_{key}")
         return Handoff(
             connector=self,
             prefiller=prefiller,
             params=raw,
-            remote_request_id=str(values["remote_request_id"]),
+            remote_request_id=values["remote_request_id"],
             values=values,
             made_at=now,
         )
@@ -131,14 +133,45 @@ class Connector(ABC):
         host = values.get("remote_host")
         if values.get("remote_multi_nodes_meta_mapping") or values.get("remote_hosts"):
             return host
-        if host in (None, "", "localhost") or _unroutable(str(host)):
-            return prefiller.address
-        return host
+        return prefiller.address if not isinstance(host, str) or _unreachable(host) else host
 
 
-def _unroutable(host: str) -> bool:
+def _unreachable(host: str) -> bool:
+    """Whether a host means nothing to other machines."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name in _OWN_NAMES:
+        return True
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(name)
     except ValueError:
         return False  # a name: the engines know it
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
     return address.is_loopback or address.is_unspecified
+
+
+def _holds_blocks(value: object) -> bool:
+    """``[1, 2]``, or since vLLM 0.18 a list for each group of layers: ``[[1, 2], []]``. Some block must be there."""
+    if not isinstance(value, list):
+        return False
+    groups = value if any(isinstance(group, list) for group in value) else [value]
+    return all(isinstance(group, list) for group in groups) and any(groups)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_port(value: object) -> bool:
+    return isinstance(value, int) and 0 < value <= MAX_PORT
+
+
+_OWN_NAMES: Final = ("", "localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
+_REQUIRED: Final[Mapping[str, Callable[[object], bool]]] = {
+    "remote_block_ids": _holds_blocks,
+    "remote_engine_id": _is_text,
+    "remote_request_id": _is_text,
+    "remote_host": _is_text,
+    "remote_port": _is_port,
+}

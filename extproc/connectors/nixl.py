@@ -15,13 +15,16 @@ import msgspec
 
 from extproc import sidechannel
 from extproc.connectors.base import Connector, Handoff, ReleaseResult
+from extproc.jsonobject import JsonObject
 
 if TYPE_CHECKING:
     from extproc.enginehttp import EngineAnswer
     from extproc.releaseways import ReleaseWays
     from extproc.ticket import Ticket
 
-_NO_SUCH_MODEL: Final = "extproc-release"
+# No engine serves such a model.
+_REJECTED: Final = b'{"model":"extproc-release","prompt":[0],"max_tokens":1,"kv_transfer_params":%b}'
+_MAX_RANKS: Final = 1024
 # What a rank of the plugin says when it has let go, or holds nothing (any more).
 _NOT_PINNED: Final = (sidechannel.ACK, b"UNKNOWN")
 
@@ -41,14 +44,15 @@ class Nixl(Connector):
         return _PREFILL_EDITS
 
     def release_data(self, handoff: Handoff) -> Mapping[str, Any] | None:
-        """The params, but for the block ids: a decoder that rejects a request names the handoff and reads no block.
+        """The params as JSON text, but for the block ids: a decoder that rejects a request names the handoff and reads
+        no block.
 
         One id per group keeps the shape; a long prompt has thousands of them.
         """
         groups = handoff.values["remote_block_ids"]
-        nested = isinstance(groups[0], list)
-        shape = [group[:1] for group in groups] if nested else groups[:1]
-        return {**handoff.values, "remote_block_ids": shape}
+        shape = [group[:1] for group in groups] if isinstance(groups[0], list) else groups[:1]
+        params = JsonObject(handoff.params).edited({"remote_block_ids": json.dumps(shape).encode()})
+        return {"params": params.decode(), "tp_size": handoff.values.get("tp_size")}
 
     async def release(self, ticket: Ticket, ways: ReleaseWays) -> ReleaseResult:
         """By the plugin's own ZMQ port where the prefiller has one, else by a request that a decoder rejects.
@@ -58,9 +62,7 @@ class Nixl(Connector):
         """
         if await self._abort_by_plugin(ticket, ways):
             return ReleaseResult.RELEASED
-        body = json.dumps(
-            {"model": _NO_SUCH_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(ticket.data)}
-        ).encode()
+        body = _REJECTED % ticket.data["params"].encode()
         result = ReleaseResult.UNREACHABLE
         async with contextlib.aclosing(ways.ask_decoders(ticket.prefiller, "/v1/completions", body)) as answers:
             async for answer in answers:
@@ -74,15 +76,16 @@ class Nixl(Connector):
         port = ways.abort_port(ticket.prefiller)
         if port is None:
             return False
-        ranks = range(int(ticket.data.get("tp_size") or 1))
+        ranks = _ranks(ticket.data["tp_size"])
         addresses = [ways.side_channel(ticket.prefiller, None, port + rank) for rank in ranks]
         replies = await ways.ask_side_channels(
             [address for address in addresses if address], sidechannel.abort_request(ticket.request_id)
         )
         return len(replies) == len(ranks) and all(reply in _NOT_PINNED for reply in replies)
 
-    def required(self) -> tuple[str, ...]:
-        return ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_port")
+
+def _ranks(tp_size: object) -> range:
+    return range(tp_size if isinstance(tp_size, int) and 0 < tp_size <= _MAX_RANKS else 1)
 
 
 def _rejected_as_meant(answer: EngineAnswer) -> bool:
@@ -91,6 +94,6 @@ def _rejected_as_meant(answer: EngineAnswer) -> bool:
         return False
     try:
         body = msgspec.json.decode(answer.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, RecursionError):
         return False
     return isinstance(body, dict) and (isinstance(body.get("error"), dict) or body.get("object") == "error")
