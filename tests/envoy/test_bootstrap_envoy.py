@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -22,9 +23,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from extproc.bootstrap import HANDOFF_BYTES, render
 from extproc.config import build
 from extproc.pb.envoy.config.core.v3 import base_pb2
+from extproc.pb.envoy.config.endpoint.v3 import endpoint_pb2
 from extproc.pb.envoy.data.accesslog.v3 import accesslog_pb2
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+from extproc.pb.envoy.service.discovery.v3 import discovery_pb2
+from extproc.pb.envoy.service.endpoint.v3 import eds_pb2_grpc
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from extproc.processes import EnvoyProcess, envoy_process, free_port
@@ -33,6 +37,7 @@ pytestmark = pytest.mark.envoy
 
 LIMIT = 256 * 1024
 CHAT = "/v1/chat/completions"
+EDS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 DESTINATION = "x-gateway-destination-endpoint"
 
 Answer = Callable[[pb.ProcessingRequest], AsyncIterator[pb.ProcessingResponse]]
@@ -51,7 +56,11 @@ class Stream:
     end_of_stream: bool = False
 
 
-class Service(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc.AccessLogServiceServicer):
+class Service(
+    external_processor_pb2_grpc.ExternalProcessorServicer,
+    als_pb2_grpc.AccessLogServiceServicer,
+    eds_pb2_grpc.EndpointDiscoveryServiceServicer,
+):
     """Answers each message with what ``answers`` says for its phase, else changes nothing."""
 
     def __init__(self, **answers: Answer) -> None:
@@ -61,6 +70,8 @@ class Service(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grp
         self.health = health.aio.HealthServicer()
         self.server: grpc.aio.Server | None = None
         self.address = ""
+        self.decoders: tuple[str, ...] = ()
+        self.decoders_changed = asyncio.Event()
 
     async def Process(self, requests: AsyncIterator[pb.ProcessingRequest], context: Any) -> Any:
         stream = Stream()
@@ -81,7 +92,27 @@ class Service(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grp
             self.log.extend(message.http_logs.log_entry)
         return als_pb2.StreamAccessLogsResponse()
 
-    async def start(self, address: str = "127.0.0.1:0") -> None:
+    async def StreamEndpoints(self, requests: AsyncIterator[discovery_pb2.DiscoveryRequest], context: Any) -> Any:
+        """Every change of ``decoders`` is told, with a version of its own; acknowledgements are read and forgotten."""
+        name = (await anext(requests)).resource_names[0]
+        reader = asyncio.create_task(_drain(requests))
+        try:
+            for version in itertools.count(1):
+                await self.decoders_changed.wait()
+                self.decoders_changed.clear()
+                answer = discovery_pb2.DiscoveryResponse(
+                    version_info=str(version), nonce=str(version), type_url=EDS_TYPE
+                )
+                answer.resources.add(type_url=EDS_TYPE, value=assignment(name, self.decoders).SerializeToString())
+                yield answer
+        finally:
+            reader.cancel()
+
+    def tell_decoders(self, *addresses: str) -> None:
+        self.decoders = addresses
+        self.decoders_changed.set()
+
+    async def start(self, address: str = "127.0.0.1:0", credentials: grpc.ServerCredentials | None = None) -> None:
         self.server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", 64 << 20),
@@ -89,11 +120,13 @@ class Service(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grp
                 ("grpc.so_reuseport", 0),
             ]
         )
-        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(self, self.server)
-        als_pb2_grpc.add_AccessLogServiceServicer_to_server(self, self.server)
+        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
+        als_pb2_grpc.add_AccessLogServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
-        port = self.server.add_insecure_port(address)
+        eds_pb2_grpc.add_EndpointDiscoveryServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
+        secure = self.server.add_secure_port
+        port = secure(address, credentials) if credentials else self.server.add_insecure_port(address)
         self.address = f"127.0.0.1:{port}"
         await self.server.start()
 
@@ -108,6 +141,21 @@ class Service(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grp
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+async def _drain(requests: AsyncIterator[Any]) -> None:
+    async for _ in requests:
+        pass
+
+
+def assignment(cluster: str, addresses: Iterable[str]) -> endpoint_pb2.ClusterLoadAssignment:
+    answer = endpoint_pb2.ClusterLoadAssignment(cluster_name=cluster)
+    group = answer.endpoints.add()
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        socket_address = group.lb_endpoints.add().endpoint.address.socket_address
+        socket_address.address, socket_address.port_value = host, int(port)
+    return answer
 
 
 async def no_change(request: pb.ProcessingRequest) -> AsyncIterator[pb.ProcessingResponse]:
@@ -711,6 +759,65 @@ async def test_many_more_requests_at_once_than_envoys_own_limits_allow(upstream:
         answers = await asyncio.gather(*requests)
         assert [answer[:15] for answer in answers] == [b"HTTP/1.1 200 OK"] * many
         assert len(upstream.seen) == many
+
+
+@pytest.mark.parametrize(
+    ("certified", "mutual", "works"), [(True, False, True), (True, True, True), (False, False, False)]
+)
+async def test_tls_to_the_service(
+    tmp_path: Path, upstream: Upstream, certified: bool, mutual: bool, works: bool
+) -> None:
+    """ext_proc, access log and health check alike; a service that cannot prove its name is not spoken to."""
+    authority = trustme.CA()
+    server = authority.issue_cert("127.0.0.1" if certified else "elsewhere")
+    client = authority.issue_cert("envoy.local")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    client.cert_chain_pems[0].write_to_path(tmp_path / "envoy.pem")
+    client.private_key_pem.write_to_path(tmp_path / "envoy.key")
+    credentials = grpc.ssl_server_credentials(
+        [(server.private_key_pem.bytes(), server.cert_chain_pems[0].bytes())],
+        root_certificates=authority.cert_pem.bytes() if mutual else None,
+        require_client_auth=mutual,
+    )
+    own = {"service_certificate": str(tmp_path / "envoy.pem"), "service_key": str(tmp_path / "envoy.key")}
+    envoy = {"fail_open": False, "service_ca_file": str(tmp_path / "ca.pem"), **(own if mutual else {})}
+    tls = {"certificate": "/server.pem", "key": "/server.key", "client_ca": "/ca.pem" if mutual else None}
+    service = Service()
+    try:
+        await service.start(credentials=credentials)
+        async with gateway(service.address, [upstream.address], grpc={"tls": tls}, envoy=envoy) as through:
+            answer = await through.post()
+            assert answer.status_code == (200 if works else 500)
+            assert (await through.envoy.clusters())["extproc"] == {service.address: works}
+            if works:
+                await until(lambda: len(service.log) == 1)
+            assert len(service.streams) == works
+    finally:
+        await service.stop()
+
+
+async def test_envoy_follows_the_decoders_that_the_service_tells_and_keeps_them_without_it(
+    upstream: Upstream, other: Upstream
+) -> None:
+    fleet = {"file": "/etc/extproc/engines.yaml"}
+    service = Service()
+    service.tell_decoders(upstream.address)
+    async with service, gateway(service.address, [], fleet=fleet) as envoy:
+
+        async def decoders() -> set[str]:
+            return set((await envoy.envoy.clusters())["decode"])
+
+        await until_async(decoders, {upstream.address})
+        assert (await envoy.post()).json()["by"] == upstream.address
+        service.tell_decoders(upstream.address, other.address)
+        await until_async(decoders, {upstream.address, other.address})
+        service.answers = routed_to(other.address)
+        assert (await envoy.post()).json()["by"] == other.address
+        service.tell_decoders(other.address)
+        await until_async(decoders, {other.address})
+
+        await service.stop()
+        assert (await envoy.post()).json()["by"] == other.address
 
 
 # ---- how it ended ----
