@@ -86,7 +86,7 @@ def power_of_two(candidates: Sequence[Engine], turn: int, need: Need = ANYTHING,
     count = len(candidates)
     first = int.from_bytes(drawn[:4], "little") % count
     second = (first + 1 + int.from_bytes(drawn[4:], "little") % max(1, count - 1)) % count
-    pair = sorted({first, second}, key=lambda index: load(candidates[index], now))
+    pair = sorted(dict.fromkeys((first, second)), key=lambda index: load(candidates[index], now))
     others = sorted((index for index in range(count) if index not in pair), key=lambda i: load(candidates[i], now))
     return [candidates[index] for index in (*pair, *others)]
 
