@@ -23,6 +23,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.telemetry.logs import log
 
 _FILE_POLL_S: Final = 0.3
+_YAML: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's: the event loop waits for it
 _MIN_TTL_S: Final = 1.0
 _MAX_TTL_S: Final = 300.0
 _LIFETIME_S: Final = 3.0
@@ -43,6 +44,7 @@ class FileSource:
         self._path = path
         self._in_force: bytes | None = None
         self._seen: bytes | None = None
+        self._refused: tuple[bytes, str] | None = None
         self._complaint = ""
         self.problem: str | None = "not read yet"
         """Why the file as it is now is not in force; None when it is."""
@@ -60,9 +62,13 @@ class FileSource:
             return
         if text != before and self._in_force is not None:
             return
+        if self._refused is not None and text == self._refused[0]:
+            self._complain(self._refused[1])
+            return
         try:
             listed = self._parse(text)
         except ConfigError as error:
+            self._refused = text, str(error)
             self._complain(str(error))
             return
         self._in_force = text
@@ -71,7 +77,7 @@ class FileSource:
 
     def _parse(self, text: bytes) -> config.EngineLists:
         try:
-            values = yaml.safe_load(text)
+            values = yaml.load(text, Loader=_YAML)
         except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, or no UTF-8
             raise ConfigError(f"not YAML: {error}") from error
         if not isinstance(values, dict) or not values:
