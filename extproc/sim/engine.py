@@ -90,6 +90,11 @@ class Engine:
     def waiting(self) -> int:
         return sum(request.phase in ("waiting", "loading") for request in self.requests.values())
 
+    @property
+    def is_stepping(self) -> bool:
+        """An engine steps while it has requests, or blocks pinned for somebody. Its workers act at steps only."""
+        return bool(self.requests or self.pins)
+
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; its outputs come through its queue. Raises EngineDead."""
         if self.death:

@@ -55,6 +55,8 @@ class NixlConnector:
         self.side_channel_port = 0
         self.listener_alive = False
         self.listener_messages = 0
+        self.handshakes = 0
+        """Prefillers met."""
         assert engine.metrics.nixl is not None
         self._metrics = engine.metrics.nixl
         self._context = zmq.asyncio.Context()
@@ -65,6 +67,10 @@ class NixlConnector:
         """Prefills for other engines that were scheduled and are not yet accounted for."""
         self._heartbeats: dict[str, dict[str, Any]] = {}
         """By local request: the params whose blocks must stay pinned until they are pulled."""
+        self._unread: list[str] = []
+        """Notifications that came while the engine did not step."""
+        self._unsent: list[tuple[RemoteAgent, str]] = []
+        """Notifications that became possible, by the end of a handshake, while the engine did not step."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -158,21 +164,35 @@ class NixlConnector:
 
     def _notified(self, text: str) -> None:
         """A notification from a decoder: ``HB:<id>,<id>`` or ``<id>:<expected consumers>``."""
+        if self.engine.is_stepping:
+            self._read(text)
+        else:
+            self._unread.append(text)
+
+    def _read(self, text: str) -> None:
         if text.startswith("HB:"):
             for request_id in text[3:].split(","):
                 self.engine.extend(request_id, self.config.lease * 2 / 3)
-            return
-        request_id = text.rpartition(":")[0]
-        if request_id not in self._in_batch:
+        elif (request_id := text.rpartition(":")[0]) in self._in_batch:
+            self._in_batch.discard(request_id)
+            self.engine.sent(request_id)
+        else:
             self._metrics.notified_late()
             logger.error("Potentially invalid KV blocks for unrecognized request %s were retrieved", request_id)
-            return
-        self._in_batch.discard(request_id)
-        self.engine.sent(request_id)
+
+    def _step(self) -> None:
+        """What lay about while the engine did not step."""
+        unread, self._unread = self._unread, []
+        for text in unread:
+            self._read(text)
+        unsent, self._unsent = self._unsent, []
+        for agent, text in unsent:
+            self._spawn(self._notify(agent, text))
 
     # -- the decoder's side --------------------------------------------------------------------------------------
 
     def queued(self, request: EngineRequest) -> None:
+        self._step()
         params = request.kv_transfer_params
         keys = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
         if params and params.get("do_remote_prefill") and all(params.get(key) is not None for key in keys):
@@ -211,7 +231,11 @@ class NixlConnector:
         await self._notify(agent, f"{params['remote_request_id']}:1")
 
     def rejected(self, params: dict[str, Any]) -> None:
-        """The API server refused a decode request before the engine saw it (vllm ≥ 0.21)."""
+        """The API server refused a decode request before the engine saw it (vllm ≥ 0.21).
+
+        The engine is told to tell the prefiller, in one step. If it has to shake hands first and nothing else makes it
+        step afterwards, the notification waits for the next request, whatever that is.
+        """
         if params.get("do_remote_prefill"):
             self._notify_unused(params)
 
@@ -221,6 +245,12 @@ class NixlConnector:
             self.engine.die(f"KeyError: {missing!r}")
             return
 
+        self._step()
+        text = f"{params['remote_request_id']}:1"
+        if (known := self._agents.get(str(params["remote_engine_id"]))) is not None:
+            self._spawn(self._notify(known, text))
+            return
+
         async def notify() -> None:
             try:
                 agent = await self._agent(params)
@@ -228,7 +258,9 @@ class NixlConnector:
                 self._metrics.failed()
                 logger.warning("%s stays pinned until its lease ends: %s", params["remote_request_id"], error)
                 return
-            await self._notify(agent, f"{params['remote_request_id']}:1")
+            self._unsent.append((agent, text))
+            if self.engine.is_stepping:
+                self._step()
 
         self._spawn(notify())
 
@@ -288,6 +320,7 @@ class NixlConnector:
             socket.close()
         agent = RemoteAgent(engine_id, str(host), data_port, timeout_s=self.config.handshake_timeout_s)
         self._agents[engine_id] = agent
+        self.handshakes += 1
         return agent
 
     async def stop(self) -> None:

@@ -185,8 +185,11 @@ class Serving:
                 )
             named = f'"{choice}"' if isinstance(choice, str) else f'function "{choice.function.name}"'
             raise bad_request(f"tool_choice={named} requires --tool-call-parser to be set")
-        parts = [part for message in request.messages for part in (message.content or []) if isinstance(part, Part)]
-        if not self.config.multimodal and any(part.type not in ("text", "refusal", "thinking") for part in parts):
+        if self.config.multimodal:
+            return
+        contents = [message.content for message in request.messages if isinstance(message.content, list)]
+        parts = [part for content in contents for part in content if isinstance(part, Part)]
+        if any(part.type not in ("text", "refusal", "thinking") for part in parts):
             raise bad_request(f"{self.config.models[0]} is not a multimodal model")
 
     def _check_limits(self, name: str, request: ChatRequest | CompletionRequest) -> None:

@@ -51,7 +51,22 @@ LONGEST_PIECE = max(map(len, VOCABULARY))
 _ID_OF = {piece: number for number, piece in enumerate(VOCABULARY)}
 _SPECIAL_ID = {name: len(VOCABULARY) + index for index, name in enumerate(SPECIALS)}
 _GENERATED = tuple(_ID_OF[piece.encode()] for piece in _PRINTED)
-_TOKEN = re.compile(b"|".join(map(re.escape, sorted(VOCABULARY[256:], key=len, reverse=True))) + b"|.", re.DOTALL)
+
+
+def _longest(pieces: Iterable[bytes]) -> bytes:
+    """A pattern for the longest of some pieces, as a tree of their bytes: tried one by one, they would take ages."""
+    tails: dict[bytes, list[bytes]] = {}
+    for piece in pieces:
+        tails.setdefault(piece[:1], []).append(piece[1:])
+    branches = []
+    for head, rest in sorted(tails.items()):
+        longer = [tail for tail in rest if tail]
+        end = b"?" if len(longer) < len(rest) else b""
+        branches.append(re.escape(head) + (b"(?:" + _longest(longer) + b")" + end if longer else b""))
+    return b"|".join(branches)
+
+
+_TOKEN = re.compile(_longest(VOCABULARY[256:]) + b"|.", re.DOTALL)
 
 
 def encode(text: str) -> list[int]:

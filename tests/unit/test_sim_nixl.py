@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from extproc.sim.config import SimConfig
+from extproc.sim.nixl import NixlConnector
 from extproc.sim.server import SimEngine
 
 FAST = {"prefill_us_per_token": 1.0, "decode_ms_per_token": 0.2, "handshake_timeout_s": 0.3, "eos_after": 500}
@@ -35,6 +36,13 @@ class Fleet:
 
     async def pair(self, **decoder: Any) -> tuple[SimEngine, SimEngine]:
         return await self.engine(role="prefill"), await self.engine(role="decode", **decoder)
+
+    async def met(self, **decoder: Any) -> tuple[SimEngine, SimEngine]:
+        """A pair that has shaken hands."""
+        prefiller, decoder_engine = await self.pair(**decoder)
+        params = await self.prefill(prefiller, [1, 2, 3])
+        await self.text(decoder_engine, [1, 2, 3], kv_transfer_params=params)
+        return prefiller, decoder_engine
 
     async def complete(self, engine: SimEngine, prompt: Any = PROMPT, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
@@ -195,8 +203,10 @@ async def test_late_params_are_right_as_long_as_nobody_took_the_blocks(fleet: Fl
     params = await fleet.prefill(prefiller)
     await prefiller.until(lambda: not prefiller.pinned)
     text = await fleet.text(decoder, kv_transfer_params=params)
-    assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 1
+    # A prefiller with nothing to do reads its notifications when it has something to do.
+    assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 0
     assert text == await fleet.text(prefiller)
+    assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 1
 
 
 async def test_late_params_are_silently_wrong_when_the_blocks_were_recycled(fleet: Fleet) -> None:
@@ -209,6 +219,7 @@ async def test_late_params_are_silently_wrong_when_the_blocks_were_recycled(flee
     response = await fleet.complete(decoder, kv_transfer_params=params)
     assert response.status_code == 200
     assert response.json()["choices"][0]["text"] != right
+    await fleet.text(prefiller, [1])
     assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 1
 
 
@@ -218,6 +229,7 @@ async def test_params_serve_once(fleet: Fleet) -> None:
     first = await fleet.text(decoder, kv_transfer_params=params)
     another = await fleet.engine()
     assert await fleet.text(another, kv_transfer_params=params) == first
+    await fleet.text(prefiller, [1])
     assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 1
 
 
@@ -259,13 +271,41 @@ async def test_heartbeats_keep_the_blocks_of_a_queued_decode(fleet: Fleet) -> No
 async def test_a_rejected_decode_frees_the_prefiller(
     fleet: Fleet, fields: dict[str, Any], status: int, message: str
 ) -> None:
-    prefiller, decoder = await fleet.pair()
+    prefiller, decoder = await fleet.met()
     params = await fleet.prefill(prefiller)
     response = await fleet.complete(decoder, kv_transfer_params=params, **fields)
     assert (response.status_code, response.json()["error"]["message"]) == (status, message)
     await prefiller.until(lambda: not prefiller.pinned)
     assert prefiller.metrics.value("vllm:nixl_num_notifications_after_expiry_total") == 0
-    assert decoder.metrics.value("vllm:nixl_bytes_transferred_count") == 0
+    assert decoder.metrics.value("vllm:nixl_bytes_transferred_count") == 1  # of the time they met
+
+
+@pytest.mark.parametrize("again", ["rejected", "served"])
+async def test_a_decoder_that_never_met_the_prefiller_tells_it_at_its_next_request(fleet: Fleet, again: str) -> None:
+    prefiller, decoder = await fleet.pair()
+    params = await fleet.prefill(prefiller)
+    assert (await fleet.complete(decoder, model="nope", kv_transfer_params=params)).status_code == 404
+    connector = decoder.connector
+    assert isinstance(connector, NixlConnector)
+    await decoder.until(lambda: connector.handshakes == 1)
+    # Nothing makes the decoder step, so its worker does not send what it now could.
+    await fleet.client.get(f"{decoder.url}/metrics")
+    assert prefiller.pinned == [params["remote_request_id"]]
+    if again == "rejected":
+        await fleet.complete(decoder, model="nope", kv_transfer_params=params)
+    else:
+        await fleet.complete(decoder, [1], max_tokens=1)
+    await prefiller.until(lambda: not prefiller.pinned)
+
+
+async def test_a_busy_decoder_tells_a_prefiller_that_it_never_met_at_once(fleet: Fleet) -> None:
+    prefiller, decoder = await fleet.pair(decode_ms_per_token=20)
+    busy = cut(decoder, {"max_tokens": 5000, "stream": True, "ignore_eos": True}, OTHER)
+    await decoder.until(lambda: decoder.engine.running == 1)
+    params = await fleet.prefill(prefiller)
+    assert (await fleet.complete(decoder, model="nope", kv_transfer_params=params)).status_code == 404
+    await prefiller.until(lambda: not prefiller.pinned)
+    busy.close()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +321,7 @@ async def test_a_body_that_fails_the_schema_frees_nothing(fleet: Fleet, fields: 
 
 
 async def test_any_decoder_can_free_but_not_the_prefiller_itself(fleet: Fleet) -> None:
-    prefiller, decoder = await fleet.pair()
+    prefiller, decoder = await fleet.met()
     params = await fleet.prefill(prefiller)
     assert (await fleet.complete(prefiller, kv_transfer_params=params, model="nope")).status_code == 404
     await prefiller.until(lambda: prefiller.metrics.value("vllm:nixl_num_failed_transfers_total") == 1)
@@ -354,6 +394,18 @@ async def test_a_client_of_a_queued_decode_that_leaves_frees_the_prefiller(fleet
     await prefiller.until(lambda: not prefiller.pinned)
     assert decoder.metrics.value("vllm:nixl_bytes_transferred_count") == 0
     busy.close()
+    await decoder.until(lambda: decoder.state()["blocks"]["used"] == 0)
+
+
+async def test_a_client_of_an_unstreamed_decode_that_leaves_makes_the_decoder_notify_twice(fleet: Fleet) -> None:
+    prefiller, decoder = await fleet.pair(decode_ms_per_token=20)
+    params = await fleet.prefill(prefiller)
+    await fleet.prefill(prefiller, OTHER)  # keeps the prefiller stepping
+    connection = cut(decoder, {"max_tokens": 400, "kv_transfer_params": params})
+    await decoder.until(lambda: decoder.engine.running == 1)
+    connection.close()
+    late = "vllm:nixl_num_notifications_after_expiry_total"
+    await prefiller.until(lambda: prefiller.metrics.value(late) == 1)
     await decoder.until(lambda: decoder.state()["blocks"]["used"] == 0)
 
 
