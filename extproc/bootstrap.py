@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from importlib.resources import files
 from typing import Any
 
 import betterproto2
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
     from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
+    from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
     from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
     from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
@@ -53,13 +55,12 @@ HANDOFF_BYTES = 960 * 1024
 """What the service may add to the largest body. Less than the 1 MiB by which its gRPC messages may exceed that body."""
 
 _TIMEOUT_MARGIN_S = 15.0
-_RECEIVE_S = 300.0
 
 
 def render(config: Config) -> str:
     """The bootstrap as YAML that ``envoy -c`` takes, with comments. Raises ConfigError for what it cannot express."""
     values = _names_first(bootstrap(config).to_dict(casing=betterproto2.Casing.SNAKE))
-    return HEADER + annotate(yaml.safe_dump(values, sort_keys=False, width=120), COMMENTS)
+    return HEADER + annotate(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120), COMMENTS)
 
 
 def bootstrap(config: Config) -> Bootstrap:
@@ -110,15 +111,18 @@ def _connection_manager(config: Config) -> hcm.HttpConnectionManager:
         normalize_path=False,
         merge_slashes=False,
         http_protocol_options=core.Http1ProtocolOptions(accept_http_10=True),
+        common_http_protocol_options=core.HttpProtocolOptions(max_headers_count=config.limits.headers),
+        max_request_headers_kb=-(-config.limits.header_bytes // 1024),
         stream_idle_timeout=timedelta(0),
         request_headers_timeout=timedelta(seconds=10),
-        request_timeout=timedelta(seconds=_RECEIVE_S),
+        request_timeout=timedelta(seconds=config.limits.body_timeout_s),
         upgrade_configs=[hcm.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket", enabled=False)],
         route_config=_routes(config),
         http_filters=[
             hcm.HttpFilter(
                 name="envoy.filters.http.ext_proc", typed_config=AnyMessage.pack(_external_processor(config))
             ),
+            hcm.HttpFilter(name="envoy.filters.http.lua", typed_config=AnyMessage.pack(_guard())),
             hcm.HttpFilter(
                 name="envoy.filters.http.router", typed_config=AnyMessage.pack(Router(suppress_envoy_headers=True))
             ),
@@ -167,6 +171,11 @@ def _external_processor(config: Config) -> ext_proc.ExternalProcessor:
             receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, OWN_NAMESPACE])
         ),
     )
+
+
+def _guard() -> Lua:
+    source = files("extproc").joinpath("bootstrap_guard.lua").read_text()
+    return Lua(default_source_code=core.DataSource(inline_string=source))
 
 
 def _routes(config: Config) -> route.RouteConfiguration:
@@ -240,6 +249,17 @@ def _access_log() -> grpc_log.HttpGrpcAccessLogConfig:
 
 def _extension(name: str, message: betterproto2.Message) -> core.TypedExtensionConfig:
     return core.TypedExtensionConfig(name=name, typed_config=AnyMessage.pack(message))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines are printed as they read."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def _names_first(value: Any) -> Any:

@@ -49,6 +49,10 @@ COMMENTS: Final[Mapping[str, str]] = {
     "failure_mode_allow": """
         true: without the service, requests run on the decoders alone, as on plain vLLM. false: they get 500.
     """,
+    "envoy.filters.http.lua": """
+        Stands in for the service while it is down (failure_mode_allow): bodies that name KV transfer parameters, in
+        whatever spelling, get 503.
+    """,
     "envoy.filters.http.ext_proc/typed_config/processing_mode": """
         The service sees the request, and of the response the headers. Of its body it sees nothing (NONE is the
         default, and not shown): tokens cost it nothing.
@@ -60,8 +64,8 @@ COMMENTS: Final[Mapping[str, str]] = {
         The service changes neither pseudo headers (path, method, host) nor x-envoy-*; trying is an error.
     """,
     "allow_mode_override": """
-        The service may let a request pass without its body: uploads, which would be too large to hold, and WebSockets,
-        whose bytes never end.
+        The service may let a request pass without its body: audio and the like, in which no parameters can be, and
+        WebSockets, whose bytes never end.
     """,
     "receiving_namespaces": """
         Metadata of other namespaces is dropped without a word. envoy.lb says which decoder, extproc carries the ticket

@@ -298,13 +298,27 @@ class Routing(Section):
     """Requests with a smaller body skip the prefiller."""
     decode_choices: Annotated[int, Field(ge=1, le=16)] = 3
     """How many decoders Envoy is given, in order of preference, for a refused connection."""
+    clear_route_cache: bool = False
+    """Have Envoy choose the route again once the destination header is set: where a route matches on that header."""
 
 
 class Limits(Section):
+    """What one request, and all of them together, may cost. Memory for a request in flight: about three times its body."""
+
     body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 32 * 1024 * 1024
-    """The largest request body. Envoy's buffer limits must be the same."""
+    """The largest request body; a larger one gets 413. Envoy's buffer limits must be the same."""
+    header_bytes: Annotated[int, Field(ge=1024, le=8 << 20)] = 60 * 1024
+    """Of all names and values of a request's headers together; more get 431."""
+    headers: Annotated[int, Field(ge=16)] = 100
+    """How many header lines a request may have; more get 431."""
+    json_depth: Annotated[int, Field(ge=8, le=512)] = 256
+    """Levels of objects and arrays in a JSON body; a deeper one gets 400."""
+    body_timeout_s: Positive = 300.0
+    """From a request's headers to the end of its body; a slower one gets 408."""
+    exchange_s: Positive = 600.0
+    """From a request's headers to its dispatch to a decoder, whatever it waits for; a slower one gets 504."""
     in_flight: Annotated[int, Field(ge=1)] = 10_000
-    """Exchanges at once; more get 503 with Retry-After."""
+    """Exchanges at once, those included whose tokens are still flowing; more get 503 with Retry-After."""
 
 
 class Release(Section):

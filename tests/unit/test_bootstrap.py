@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc import classify
+from extproc import classify, openai, replies
 from extproc.bootstrap import CLIENT_HEADERS_REMOVED, HANDOFF_BYTES, render
 from extproc.bootstrap_comments import COMMENTS, annotate
 from extproc.config import Config, build
@@ -76,8 +76,9 @@ def manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
 
 
 def external_processor(bootstrap: dict[str, Any]) -> dict[str, Any]:
-    ext_proc, router = manager(bootstrap)["http_filters"]
-    assert (ext_proc["name"], router["name"]) == ("envoy.filters.http.ext_proc", "envoy.filters.http.router")
+    ext_proc, *others = manager(bootstrap)["http_filters"]
+    assert ext_proc["name"] == "envoy.filters.http.ext_proc"
+    assert [one["name"] for one in others] == ["envoy.filters.http.lua", "envoy.filters.http.router"]
     config = ext_proc["typed_config"]
     assert isinstance(config, dict)
     return config
@@ -284,6 +285,24 @@ def test_a_service_that_asks_for_client_certificates_needs_one_for_envoy() -> No
 
 def test_what_clients_may_not_send_is_what_the_service_thinks_it_is() -> None:
     assert set(CLIENT_HEADERS_REMOVED) == classify.STEERING
+
+
+def test_limits_are_the_services_own() -> None:
+    limits = {"headers": 40, "header_bytes": 20_000, "body_timeout_s": 12.5, "body_bytes": 4096}
+    fleet = {"decode": [{"url": "http://10.0.0.1:8000"}]}
+    bootstrap = yaml.safe_load(render(build({"fleet": fleet, "limits": limits})))
+    found = manager(bootstrap)
+    assert found["common_http_protocol_options"] == {"max_headers_count": 40}
+    assert (found["max_request_headers_kb"], found["request_timeout"]) == (20, "12.500s")
+    (host,) = found["route_config"]["virtual_hosts"]
+    assert host["request_body_buffer_limit"] == 4096 + HANDOFF_BYTES
+
+
+def test_the_guard_goes_by_the_header_that_the_service_sets() -> None:
+    _, guard, _ = manager(printed("one IPv4 decoder"))["http_filters"]
+    source = guard["typed_config"]["default_source_code"]["inline_string"]
+    assert f'headers:get("{replies.DESTINATION}")' in source
+    assert all("_transfer_params" in key for key in openai.CONNECTOR_KEYS)
 
 
 def test_how_ends_are_told() -> None:

@@ -137,7 +137,7 @@ def test_merge_keys_and_anchors_work() -> None:
             ["fleet.decode[1].url: required", "fleet.decode[1].urll: unknown key; did you mean 'url'?"],
         ),
         ({"log": {"zzz": 1}}, ["log.zzz: unknown key; known: format, level"]),
-        ({"limits": {"json_depth": 5}}, ["limits.json_depth: unknown key; known: body_bytes, in_flight"]),
+        ({"life": {"patience": 5}}, ["life.patience: unknown key; known: drain_s, notice_s"]),
         (
             {"prefill": {"timeout_s": "long"}},
             ["prefill.timeout_s: Input should be a valid number, unable to parse string as a number"],
