@@ -303,7 +303,7 @@ class Routing(Section):
 
 
 class Limits(Section):
-    """What one request, and all of them together, may cost. Memory for a request in flight: about three times its body."""
+    """What requests may cost. A request in flight takes about three times its body of memory."""
 
     body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 32 * 1024 * 1024
     """The largest request body; a larger one gets 413. Envoy's buffer limits must be the same."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -47,9 +47,9 @@ async def running() -> AsyncIterator[WithoutService]:
 
 
 @pytest.fixture
-def gateway_alone(running: WithoutService) -> Iterator[WithoutService]:
+def gateway_alone(running: WithoutService) -> WithoutService:
     running.engine.requests.clear()
-    yield running
+    return running
 
 
 def part(name: str, value: bytes, *, more: bytes = b"") -> bytes:
