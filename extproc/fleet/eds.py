@@ -31,20 +31,27 @@ def assignment(cluster: str, decoders: Sequence[Engine]) -> endpoint_pb2.Cluster
     Those that take no new work stay listed while they belong to the fleet, as DRAINING or UNHEALTHY, so that their
     running requests end in peace.
     """
-    hosts = []
+    states: dict[tuple[str, int], health_check_pb2.HealthStatus] = {}
     for engine in sorted(decoders, key=lambda engine: engine.url):
         if engine.address is None:
             continue
-        state = health_check_pb2.HEALTHY
-        if engine.draining:
-            state = health_check_pb2.DRAINING
-        elif engine.health.probed_ok is False:
-            state = health_check_pb2.UNHEALTHY
-        socket = address_pb2.SocketAddress(address=engine.address, port_value=engine.port)
+        key = engine.address, engine.port
+        # Two URLs may lead to one host; it is as well as the better of the two.
+        states[key] = min(states.get(key, _state(engine)), _state(engine))
+    hosts = []
+    for (address, port), state in states.items():
+        socket = address_pb2.SocketAddress(address=address, port_value=port)
         endpoint = endpoint_components_pb2.Endpoint(address=address_pb2.Address(socket_address=socket))
         hosts.append(endpoint_components_pb2.LbEndpoint(endpoint=endpoint, health_status=state))
     group = endpoint_components_pb2.LocalityLbEndpoints(lb_endpoints=hosts)
     return endpoint_pb2.ClusterLoadAssignment(cluster_name=cluster, endpoints=[group])
+
+
+def _state(engine: Engine) -> health_check_pb2.HealthStatus:
+    """HEALTHY is the smallest of the three numbers."""
+    if engine.draining:
+        return health_check_pb2.DRAINING
+    return health_check_pb2.UNHEALTHY if engine.health.probed_ok is False else health_check_pb2.HEALTHY
 
 
 class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
