@@ -1,31 +1,34 @@
-"""HTTP calls from the service to engines: one httpx client per process, over aiohttp's connection pool.
+"""HTTP calls from the service to engines: aiohttp, one pool of connections per process.
 
-httpx's own pool loses a place with each call that is cancelled before it has a connection (encode/httpx#1461), and
-cancelled calls are daily business here; aiohttp's pool does not, and costs about a third less CPU per call.
+Its pool survives calls that are cancelled at any point, which is daily business here; httpx's loses a place with each
+call that is cancelled before it has a connection (encode/httpx#1461).
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import aiohttp
-import httpx
-from httpx_aiohttp import AiohttpTransport
+from multidict import CIMultiDict
+from yarl import URL
 
 FailureReason = Literal["connect", "timeout", "disconnected", "too_large"]
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
+_AT_ONCE_BYTES: Final = 256 * 1024  # larger bodies are sent piece by piece, so that they do not hold up the loop
+_ADDED_BY_AIOHTTP: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
 
 class EngineUnavailable(Exception):
     """No complete answer came. ``reason`` says why: ``connect`` (nothing was sent), ``timeout``, ``disconnected`` (the
-    engine closed the connection), ``too_large`` (the answer was)."""
+    engine closed the connection, or talked no HTTP), ``too_large`` (the answer was)."""
 
     def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
@@ -34,7 +37,7 @@ class EngineUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """A complete HTTP answer; header names in lower case."""
+    """A complete HTTP answer; header names in lower case, values as latin-1."""
 
     status: int
     headers: Sequence[tuple[str, str]]
@@ -45,7 +48,7 @@ class EngineAnswer:
 
 
 class Call:
-    """What is known of a running call. ``answering_since`` is ``time.monotonic()`` of the answer's first bytes."""
+    """What is known of a running call. ``answering_since`` is ``time.monotonic()`` of the answer's headers."""
 
     __slots__ = ("answering_since", "reused")
 
@@ -54,32 +57,15 @@ class Call:
         self.answering_since: float | None = None
 
 
-_current: ContextVar[Call | None] = ContextVar("current engine call", default=None)
-
-
 class EngineClient:
     """Sends requests to engines. Build it inside the running event loop; close it with :meth:`aclose`."""
 
     def __init__(self, *, connect_timeout_s: float, max_connections: int, keepalive_s: float) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._pooled = self._client(limit=max_connections, keepalive_timeout=keepalive_s)
+        # The time for a place in the pool and the connection together, and for the connection alone.
+        self._timeout = aiohttp.ClientTimeout(connect=connect_timeout_s * 2, sock_connect=connect_timeout_s)
+        self._pooled = _session(limit=max_connections, keepalive_timeout=keepalive_s)
         # A second try after a stale connection must not meet another stale one.
-        self._fresh = self._client(limit=max_connections, force_close=True)
-
-    def _client(self, **pool: Any) -> httpx.AsyncClient:
-        connector = aiohttp.TCPConnector(ttl_dns_cache=5, **pool)
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_note_reuse)
-        session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            trace_configs=[trace],
-        )
-        # Its own certificate store is never used: aiohttp's connector verifies https engines.
-        transport = AiohttpTransport(client=session, trust_env=False, verify=False)
-        return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
+        self._fresh = _session(limit=max_connections, force_close=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,8 +74,8 @@ class EngineClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._pooled.aclose()
-        await self._fresh.aclose()
+        await self._pooled.close()
+        await self._fresh.close()
 
     async def post(
         self,
@@ -102,57 +88,86 @@ class EngineClient:
     ) -> EngineAnswer:
         """POST and read the whole answer, whatever its status. Cancelling closes the connection.
 
-        A kept-alive connection that turns out to be closed is replaced once, with the same request: the engine has
-        not seen it. Raises EngineUnavailable.
+        Headers and the query are sent as given. A kept-alive connection that turns out to be closed is replaced once,
+        with the same request: the engine has not seen it. Raises EngineUnavailable.
         """
         call = call or Call()
-        _current.set(call)
         try:
             async with asyncio.timeout(timeout_s):
                 try:
                     return await self._send(self._pooled, url, body, headers, call)
-                except EngineUnavailable as error:
-                    if error.reason != "disconnected" or not call.reused or call.answering_since is not None:
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                    if not call.reused or call.answering_since is not None or not _nothing_came(error):
                         raise
                 return await self._send(self._fresh, url, body, headers, call)
-        except TimeoutError:
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise EngineUnavailable("connect", str(error)) from error
             raise EngineUnavailable("timeout", f"no answer within {timeout_s} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise EngineUnavailable("connect", str(error)) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable("disconnected", str(error) or type(error).__name__) from error
 
     async def _send(
-        self, client: httpx.AsyncClient, url: str, body: bytes, headers: Sequence[tuple[bytes, bytes]], call: Call
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        call: Call,
     ) -> EngineAnswer:
-        timeout = httpx.Timeout(None, connect=self._connect_timeout_s, pool=self._connect_timeout_s * 2)
-        request = httpx.Request(
-            "POST", url, content=body, headers=list(headers), extensions={"timeout": timeout.as_dict()}
+        response = await session.post(
+            URL(_in_ascii(url), encoded=True),
+            data=body if len(body) <= _AT_ONCE_BYTES else io.BytesIO(body),
+            headers=CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in headers),
+            allow_redirects=False,
+            timeout=self._timeout,
+            trace_request_ctx=call,
         )
+        call.answering_since = time.monotonic()
         try:
-            response = await client.send(request, stream=True)
-            call.answering_since = time.monotonic()
-            try:
-                chunks, size = [], 0
-                async for chunk in response.aiter_raw():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > MAX_ANSWER_BYTES:
-                        raise EngineUnavailable("too_large", f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
-            finally:
-                await response.aclose()
-        except httpx.TransportError as error:
-            raise _unavailable(error, call.answering_since is not None) from error
-        except aiohttp.ClientError as error:  # what the transport does not translate
-            raise EngineUnavailable("disconnected", str(error)) from error
-        pairs = [(key.lower(), value) for key, value in response.headers.multi_items()]
-        return EngineAnswer(response.status_code, pairs, b"".join(chunks))
+            answer = bytearray()
+            async for chunk in response.content.iter_any():
+                answer += chunk
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise EngineUnavailable("too_large", f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+        finally:
+            response.close()  # gives a connection whose answer has been read to the pool, drops any other
+        pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
+        return EngineAnswer(response.status, pairs, bytes(answer))
 
 
-async def _note_reuse(_session: aiohttp.ClientSession, _context: SimpleNamespace, _params: object) -> None:
-    if (call := _current.get()) is not None:
-        call.reused = True
+def _session(**pool: Any) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_reuse)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ttl_dns_cache=5, **pool),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
+        skip_auto_headers=_ADDED_BY_AIOHTTP,
+        trace_configs=[trace],
+    )
 
 
-def _unavailable(error: httpx.TransportError, started: bool) -> EngineUnavailable:
-    """The transport names several failures alike; the aiohttp error behind it tells them apart."""
-    cause = error.__cause__
-    if not started and isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return EngineUnavailable("connect", str(cause))
-    return EngineUnavailable("disconnected", str(cause) or type(cause).__name__)
+async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.reused = True
+
+
+def _nothing_came(error: aiohttp.ClientError) -> bool:
+    """Whether the connection ended without a byte of an answer: what aiohttp has read of one hangs on its error."""
+    return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
+
+
+def _in_ascii(url: str) -> str:
+    """Envoy passes on raw bytes above 127, which reach us as latin-1; a URL has them percent-encoded."""
+    return url if url.isascii() else "".join(c if c < "\x80" else f"%{ord(c):02X}" for c in url)
+
+
+def _text(value: bytes) -> str:
+    """aiohttp sends text as UTF-8, so bytes that are UTF-8 arrive unchanged."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
