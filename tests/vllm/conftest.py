@@ -14,7 +14,7 @@ import pytest
 from extproc.demo.vllm.install import find
 from extproc.demo.vllm.launch import VllmEngine, running
 from extproc.errors import ConfigError
-from tests.vllm.two_step import freed
+from tests.vllm.two_step import freed, introduce
 
 HERE = Path(__file__).parent
 
@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             # A first test's setup starts engines: half a minute on two idle cores, minutes on busy ones.
             item.add_marker(pytest.mark.timeout(900))
+    # Engines meet only once.
+    items.sort(key=lambda item: item.path != HERE / "test_first_contact.py")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def _pair(vllm_directory: Path) -> Iterator[Pair]:
     prefill = VllmEngine("prefill", directory=vllm_directory)
     decode = VllmEngine("decode", directory=vllm_directory, load_failure_policy="recompute")
     with _started(prefill, decode):
+        asyncio.run(introduce(prefill, decode))
         yield Pair(prefill, decode)
 
 

@@ -56,6 +56,14 @@ async def prefill(engine: VllmEngine, body: Body, path: str = CHAT) -> Body:
     return params
 
 
+async def introduce(prefiller: VllmEngine, decoder: VllmEngine) -> None:
+    """Have them shake hands, see test_first_contact.py."""
+    body = chat(words(5, 0))
+    answer = await post(decoder, CHAT, body | {"kv_transfer_params": await prefill(prefiller, body)})
+    assert answer.status_code == 200, answer.text
+    await freed(prefiller, timeout_s=10)
+
+
 def text_of(answer: httpx.Response) -> str:
     """The text of an answer, of either path, streamed or not."""
     assert answer.status_code == 200, answer.text
