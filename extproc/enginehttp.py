@@ -50,10 +50,12 @@ class EngineAnswer:
 class Call:
     """What is known of a running call. ``answering_since`` is ``time.monotonic()`` of the answer's headers."""
 
-    __slots__ = ("answering_since", "reused")
+    __slots__ = ("answering_since", "reused", "sent")
 
     def __init__(self) -> None:
         self.reused = False
+        self.sent = False
+        """Whether the engine may know of the request: its head has been written to a connection."""
         self.answering_since: float | None = None
 
 
@@ -141,6 +143,7 @@ class EngineClient:
 def _session(**pool: Any) -> aiohttp.ClientSession:
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
+    trace.on_request_headers_sent.append(_note_sent)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ttl_dns_cache=5, **pool),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -153,6 +156,10 @@ def _session(**pool: Any) -> aiohttp.ClientSession:
 
 async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
     context.trace_request_ctx.reused = True
+
+
+async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.sent = True
 
 
 def _nothing_came(error: aiohttp.ClientError) -> bool:
