@@ -91,6 +91,7 @@ class Endings:
         self._tickets_seen = False
         self.connections = Connections()
         metrics.handoffs_open.set_function(lambda: len(self._on_their_way) + len(self._settling))
+        metrics.access_log_streams.set_function(lambda: len(self._logs))
 
     # ── what exchanges tell ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,6 +171,7 @@ class Endings:
             return
         ending = classify(entry)
         self._metrics.outcomes.labels(ending.outcome).inc()
+        self._metrics.ended(ending.outcome, entry.common_properties)
         if request_id := entry.request.request_id:
             self._recent.note(request_id, **_timings(entry), outcome=ending.outcome.value, phase=ending.phase)
         fields = entry.common_properties.metadata.filter_metadata

@@ -14,6 +14,7 @@ from extproc.admission import Admission
 from extproc.connectors import Handoff, UnusableHandoff
 from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailable
 from extproc.picking import ANYTHING, Need
+from extproc.telemetry.logs import log
 from extproc.telemetry.tracing import NO_SPAN, Span, Tracing
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from extproc.jsonobject import JsonObject
     from extproc.telemetry.metrics import Metrics
 
-_LAST_LOOK_S: Final = 0.005
+# How near the answer of an abandoned prefill may be for it to be waited for rather than closed.
+_NEARLY_DONE_S: Final = 0.5
 
 Header = tuple[str, bytes]
 
@@ -122,7 +124,7 @@ class Prefiller:
         queued_s = 0.0
         reasons: list[str] = []
         tried: list[Engine] = []
-        while len(tried) < self._settings.attempts:
+        for attempt in range(self._settings.attempts):
             asked_at = time.monotonic()
             reservation = await self._admission.reserve(
                 request.need,
@@ -133,11 +135,10 @@ class Prefiller:
             )
             queued_s += time.monotonic() - asked_at
             if reservation is None:
-                if not tried:
+                if not attempt:
                     reasons.append("no_engine")
                 break
-            tried.append(reservation.engine)
-            request_id = request.request_id if len(tried) == 1 else str(uuid.uuid4())
+            request_id = str(uuid.uuid4()) if attempt else request.request_id
             outcome = await self._supervised(reservation, request, request_id)
             if isinstance(outcome, Prefilled):
                 if not outcome.handoff.expired(time.monotonic()):
@@ -145,6 +146,8 @@ class Prefiller:
                 # The engine may have recycled the blocks: a decoder would answer 200 with wrong text.
                 self._metrics.handoffs_expired.inc()
                 outcome = "expired"
+            else:
+                tried.append(reservation.engine)
             reasons.append(outcome)
         raise PrefillFailed(reasons)
 
@@ -180,7 +183,7 @@ class Prefiller:
             span.end()
             self._judge(reservation, result)
             self._metrics.prefill_attempts.labels(result).inc()
-            self._metrics.prefill_seconds.observe(time.monotonic() - started)
+            self._metrics.prefill_seconds.labels(result).observe(time.monotonic() - started)
 
     def _judge(self, reservation: Reservation, result: str) -> None:
         """What the attempt tells of the engine: a client's fault is an answer too, a client's leaving tells nothing."""
@@ -229,36 +232,40 @@ class Prefiller:
         task.add_done_callback(self._abandoned.discard)
 
     async def _see_off(self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call) -> None:
-        """Close the call or let it finish; either way nothing that it hands over stays pinned.
+        """Let the call finish, or close it after a moment; nothing that it hands over stays pinned.
 
-        An engine frees an unfinished prefill when its client leaves. One that has finished keeps the blocks, under an
-        id that only the answer tells: a call whose answer is coming in, or about to, is read to its end.
+        An engine frees an unfinished prefill when its client leaves. One that finishes before it has noticed keeps the
+        blocks pinned, under an id that only the answer tells. So a call is closed only where its answer is not near:
+        a short prefill gets the time to finish, and an answer that is coming in is read to its end.
         """
         way = engine.connector.cancel if self._settings.cancel == "auto" else self._settings.cancel
-        if way == "finish" and self._finishing < self._max_finishing:
-            self._finishing += 1
-            try:
-                await asyncio.wait({attempt})
-            finally:
-                self._finishing -= 1
-                attempt.cancel()
-        else:
-            await asyncio.wait({attempt}, timeout=_LAST_LOOK_S)
-            if not attempt.done() and call.answering_since is None:
-                attempt.cancel()
         try:
+            if call.sent and self._finishing < self._max_finishing:
+                self._finishing += 1
+                try:
+                    await asyncio.wait({attempt}, timeout=None if way == "finish" else _NEARLY_DONE_S)
+                finally:
+                    self._finishing -= 1
+            if call.answering_since is None:
+                attempt.cancel()
             outcome = await attempt
         except (asyncio.CancelledError, PrefillRefused):
             return
+        except Exception:  # noqa: BLE001 (nobody else is there to be told)
+            log.exception("abandoned prefill failed", engine=engine.name)
+            return
+        finally:
+            attempt.cancel()
         if isinstance(outcome, Prefilled):
             self._on_orphan(outcome.handoff)
 
     async def flush(self, deadline: float) -> None:
         """Wait for abandoned attempts until ``deadline`` (``time.monotonic()``), then close them."""
-        if self._abandoned:
-            await asyncio.wait(set(self._abandoned), timeout=max(0.0, deadline - time.monotonic()))
-        for task in list(self._abandoned):
+        while self._abandoned and (remaining := deadline - time.monotonic()) > 0:
+            await asyncio.wait(set(self._abandoned), timeout=remaining)
+        for task in self._abandoned:
             task.cancel()
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
 
 
 def forwarded_headers(

@@ -33,7 +33,7 @@ from extproc.release import ReleaseService
 from extproc.releaseways import ReleaseWays
 from extproc.service import ExternalProcessor, Service
 from extproc.sidechannel import SideChannels
-from extproc.telemetry import logs
+from extproc.telemetry import logs, looplag
 from extproc.telemetry.logs import log
 from extproc.telemetry.metrics import Metrics
 from extproc.telemetry.recent import Recent
@@ -80,6 +80,7 @@ class Server:
         stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
         fleet = Fleet(config.fleet, policies(config))
         fleet.update("configuration", engines.specs(config.fleet, config.fleet))
+        metrics.watch(fleet)
         client = await stack.enter_async_context(
             EngineClient(
                 connect_timeout_s=config.prefill.connect_timeout_s,
@@ -91,9 +92,11 @@ class Server:
         stack.push_async_callback(channels.aclose)
         ways = ReleaseWays(config.release, fleet, client, channels)
         self.releases = ReleaseService(config.release, ways, metrics, recent)
+        metrics.releases_pending.set_function(lambda: self.releases.accounts.pending)
         self._endings = Endings(config.release, ticket.signer(config), ways, fleet, self.releases, metrics, recent)
         self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched, tracing)
         self.service = Service(config, fleet, self._prefiller, self._endings, metrics, recent, tracing)
+        metrics.ready.set_function(lambda: self.why_not_ready() is None)
         self._health = health.aio.HealthServicer()
         await self._set_health(_NOT_SERVING)
         await stack.enter_async_context(self._grpc_server())
@@ -106,6 +109,7 @@ class Server:
             "resolver": resolver.run(),
             "monitor": Monitor(fleet).run(),
             "readiness": self._serve_when_ready(),
+            "loop lag": looplag.sample(metrics.loop_lag),
         }
         if config.fleet.file:
             runners["file"] = FileSource(fleet, config.fleet.file).run()

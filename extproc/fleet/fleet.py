@@ -31,6 +31,8 @@ class Fleet:
         self._sources: dict[str, dict[tuple[Role, str], Spec]] = {}
         self._retired: dict[Engine, float] = {}
         self._turns: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self.picks: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        """Reservations made since the start."""
         self._on_change: list[Listener] = []
         self._on_release: list[Listener] = []
 
@@ -175,6 +177,7 @@ class Fleet:
         return self.reserve_engine(best[0], need) if best else None
 
     def reserve_engine(self, engine: Engine, need: Need = ANYTHING) -> Reservation:
+        self.picks[engine.role] += 1
         return Reservation(engine, need.tokens, self._released)
 
     def _released(self) -> None:
