@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from extproc.errors import RequestError
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.prefill import Header
+
+if TYPE_CHECKING:
+    from extproc.config import Limits
 
 # Headers by which Envoy, an endpoint picker or an engine is steered. Only this service sets them: a client's own are
 # taken off the request.
@@ -22,11 +26,18 @@ STEERING: Final = frozenset(
 )
 _STEERING_PREFIX: Final = "x-extproc-"
 
+_MAX_ID_BYTES: Final = 256
+
 # The one media type that vLLM takes for its JSON endpoints.
 _JSON: Final = "application/json"
 
-# Bodies that no engine reads as JSON: not looked into, so not held in memory either.
-_OPAQUE_TYPES: Final = ("multipart/", "audio/", "image/", "video/", "application/octet-stream")
+# Bodies in which no engine finds JSON: not looked into, so not held in memory either.
+_OPAQUE_TYPES: Final = ("audio/", "image/", "video/", "application/octet-stream")
+
+# Forms: vLLM's transcription takes JSON in a field. In these charsets it is legible as it stands.
+_URLENCODED: Final = "application/x-www-form-urlencoded"
+_FORM_TYPES: Final = ("multipart/", _URLENCODED)
+_PLAIN_CHARSET: Final = re.compile(r'charset="?(?:utf-8|us-ascii|iso-8859-1)"? *(?:;|$)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class Request:
     request_id: bytes | None
     """The client's own X-Request-Id, for logs and the response."""
     content_type: str
+    """The first line's value, which engines go by; with :attr:`typed_twice` there are more."""
+    typed_twice: bool
     content_encoding: str
     upgrade: bool
     spoofed: tuple[str, ...]
@@ -47,8 +60,18 @@ class Request:
 
     @property
     def client_id(self) -> str | None:
-        """The client's X-Request-Id as text."""
-        return self.request_id.decode("latin-1") if self.request_id else None
+        """The client's X-Request-Id as text; None where there is none, or one of an absurd length."""
+        if not self.request_id or len(self.request_id) > _MAX_ID_BYTES:
+            return None
+        return self.request_id.decode("latin-1")
+
+    @property
+    def is_form(self) -> bool:
+        return self.content_type.startswith(_FORM_TYPES)
+
+    @property
+    def is_urlencoded(self) -> bool:
+        return self.content_type.startswith(_URLENCODED)
 
     @property
     def route_path(self) -> str:
@@ -99,26 +122,46 @@ def read_headers(message: ext_proc.HttpHeaders) -> Request:
         has_body=not message.end_of_stream,
         request_id=first.get("x-request-id"),
         content_type=text("content-type").lower(),
+        typed_twice=sum(name == "content-type" for name, _ in headers) > 1,
         content_encoding=text("content-encoding").lower(),
         upgrade=upgrade,
         spoofed=tuple(spoofed),
     )
 
 
+def status(message: ext_proc.HttpHeaders) -> int | None:
+    """Of response headers."""
+    for header in message.headers.headers:
+        if header.key == ":status" and (value := header.raw_value or header.value.encode()).isdigit():
+            return int(value)
+    return None
+
+
+def check_size(message: ext_proc.HttpHeaders, limits: Limits) -> None:
+    """Raises RequestError (431) for more, or larger, headers than configured. Pseudo headers count, as for Envoy."""
+    headers = message.headers.headers
+    size = sum(len(header.key) + len(header.raw_value or header.value) for header in headers)
+    if len(headers) > limits.headers or size > limits.header_bytes:
+        text = f"The request has more than {limits.headers} headers, or more than {limits.header_bytes} bytes of them."
+        raise RequestError(431, "headers_too_large", text)
+
+
 def plan(request: Request, paths: Collection[str]) -> Candidate | Inspect | Pass:
     """``paths`` are those to disaggregate, exact and without a query.
 
-    Raises RequestError (415) for a compressed body: what is in it could not be checked.
+    Raises RequestError (415) for a body that could not be checked: compressed, or a form in an odd charset.
     """
     if request.upgrade:
         return Pass("upgrade", no_body=not request.has_body)
     if not request.has_body:
         return Pass("method" if request.method != "POST" else "no_body", no_body=True)
-    if request.content_type.startswith(_OPAQUE_TYPES):
+    if request.content_type.startswith(_OPAQUE_TYPES) and not request.typed_twice:
         return Pass("content_type", no_body=False)
     if request.content_encoding not in ("", "identity"):
         message = f"Content-Encoding {request.content_encoding!r} is not supported; send the body uncompressed."
         raise RequestError(415, "unsupported_content_encoding", message)
+    if request.is_form and request.content_type.count("charset") > len(_PLAIN_CHARSET.findall(request.content_type)):
+        raise RequestError(415, "unsupported_charset", "Forms are accepted in UTF-8.")
     if request.method != "POST":
         return Inspect("method")
     if request.route_path not in paths:

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Final
 from extproc.errors import RequestError
 from extproc.fleet.engines import Engine, Reservation
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from extproc.picking import Need
+from extproc.replies import LB_NAMESPACE
 
 if TYPE_CHECKING:
+    from google.protobuf.struct_pb2 import Value
+
     from extproc.fleet.fleet import Fleet, Pairing
-    from extproc.picking import Need
 
 _SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 _SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
+_SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,34 @@ class Destination:
 
 def subset_hint(message: ext_proc.ProcessingRequest) -> frozenset[str] | None:
     """The endpoints that the gateway limits the choice to, or None (the endpoint-picker protocol's subset hint)."""
-    namespaces = message.metadata_context.filter_metadata
-    if _SUBSET_NAMESPACE not in namespaces or _SUBSET_KEY not in namespaces[_SUBSET_NAMESPACE].fields:
+    value = _metadata(message, _SUBSET_NAMESPACE, _SUBSET_KEY)
+    if value is None:
         return None
-    value = namespaces[_SUBSET_NAMESPACE].fields[_SUBSET_KEY]
     listed = [item.string_value for item in value.list_value.values] or value.string_value.split(",")
     return frozenset(endpoint.strip() for endpoint in listed if endpoint.strip())
+
+
+def served(message: ext_proc.ProcessingRequest) -> str | None:
+    """The endpoint that the gateway says it used, in a message of the response; None where it does not say."""
+    value = _metadata(message, LB_NAMESPACE, _SERVED_KEY)
+    return value.string_value or None if value is not None else None
+
+
+def _metadata(message: ext_proc.ProcessingRequest, namespace: str, key: str) -> Value | None:
+    namespaces = message.metadata_context.filter_metadata
+    # Reading a map of messages creates what is absent.
+    return (
+        namespaces[namespace].fields[key] if namespace in namespaces and key in namespaces[namespace].fields else None
+    )
+
+
+def moved(fleet: Fleet, held: Reservation, endpoint: str) -> Reservation:
+    """The reservation, on the decoder that really serves the request; the one held is then given back."""
+    engine = fleet.decoder_at(endpoint)
+    if engine is None or engine is held.engine:
+        return held
+    held.release()
+    return fleet.reserve_engine(engine, Need(tokens=held.tokens))
 
 
 def known_model(fleet: Fleet, need: Need) -> bool:

@@ -21,6 +21,10 @@ KV_PARAMS: Final = "kv_transfer_params"
 # another request's KV.
 CONNECTOR_KEYS: Final = (KV_PARAMS, "ec_transfer_params", "batch_kv_transfer_params")
 
+# What all of these have in common, as it is and with any of its characters escaped.
+_NAME: Final = b"_transfer_params"
+_SPELLED_NAME: Final = re.compile(b"".join(rb"(?:%c|\\u00(?i:%02x))" % (byte, byte) for byte in _NAME))
+
 _Places = Mapping[str, "_Places"]
 # Where they may stand beside the top level: vLLM takes ``vllm_xargs`` (chat, completions, responses, messages) and
 # ``sampling_params.extra_args`` (/inference/v1/generate) for the arguments that its KV connector reads.
@@ -37,6 +41,7 @@ _PREFILL_EDITS: Final[Mapping[str, bytes | None]] = {
 _LENGTH_ALIASES: Final = ("max_completion_tokens", "max_output_tokens")
 
 _LIST_OF_PROMPTS: Final = re.compile(rb'\[[ \t\n\r]*+["\[{]')
+_LIST_OF_CHATS: Final = re.compile(rb"\[[ \t\n\r]*+\[")
 
 
 def parse(body: bytes) -> JsonObject:
@@ -82,6 +87,8 @@ def bypass_reason(path: str, request: JsonObject) -> str | None:
         return "stored_response"  # responses are kept by the engine that made them
     if path != CHAT_COMPLETIONS and not _one_prompt(request.raw("prompt")):
         return "several_prompts"
+    if (messages := request.members.get("messages")) is not None and _LIST_OF_CHATS.match(memoryview(messages)):
+        return "several_prompts"  # /v1/chat/completions/batch
     return None
 
 
@@ -115,13 +122,16 @@ def _no_connector_members(request: JsonObject, nested: _Places = _NESTED) -> dic
     return edits
 
 
-def smuggles_connector_keys(value: Any, nested: _Places = _NESTED) -> bool:
-    """Whether a body that only Python's json module reads (NaN, a BOM, UTF-16) steers the engines' KV transfer."""
-    if not isinstance(value, dict):
-        return False
-    return any(key in value for key in CONNECTOR_KEYS) or any(
-        smuggles_connector_keys(value.get(key), further) for key, further in nested.items()
-    )
+def names_connector_params(text: bytes) -> bool:
+    """Whether a body that is no JSON object to us names connector params, in any spelling that an engine may read.
+
+    Engines read more than RFC 8259 allows (UTF-16, UTF-32, NaN, half a surrogate pair), and fields of forms as JSON.
+    """
+    if b"\0" in text:
+        text = text.replace(b"\0", b"")  # of UTF-16 and UTF-32, this leaves ASCII
+    if b"\\u00" in text:
+        return _SPELLED_NAME.search(text) is not None
+    return _NAME in text
 
 
 def _value(request: JsonObject, key: str) -> Any:

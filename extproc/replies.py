@@ -38,20 +38,15 @@ def header_mutation(set_headers: Headers = (), remove: Iterable[str] = ()) -> ex
     )
 
 
-def nothing(phase: str, *, streamed_body: ext_proc.HttpBody | None = None) -> ext_proc.ProcessingResponse:
+def nothing(phase: str) -> ext_proc.ProcessingResponse:
     """The reply that changes nothing, in the oneof member of its phase (an unset oneof counts as an error).
 
-    ``phase`` is the request's oneof name. In the full-duplex mode a body chunk is dropped unless it is sent back:
-    ``streamed_body``.
+    ``phase`` is the request's oneof name.
     """
     if phase.endswith("_trailers"):
         return _in_phase(phase, ext_proc.TrailersResponse())
-    common = ext_proc.CommonResponse(status=_CONTINUE)
-    if streamed_body is not None:
-        common.body_mutation.streamed_response.body = streamed_body.body
-        common.body_mutation.streamed_response.end_of_stream = streamed_body.end_of_stream
     member = ext_proc.HeadersResponse if phase.endswith("_headers") else ext_proc.BodyResponse
-    return _in_phase(phase, member(response=common))
+    return _in_phase(phase, member(response=ext_proc.CommonResponse(status=_CONTINUE)))
 
 
 def _in_phase(phase: str, member: Message) -> ext_proc.ProcessingResponse:
@@ -94,23 +89,18 @@ def buffered_body(set_headers: Headers, body: bytes | None) -> ext_proc.Processi
     return ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=common))
 
 
-def streamed_body(body: bytes, *, end_of_stream: bool) -> Iterator[ext_proc.ProcessingResponse]:
-    """The request_body replies of the FULL_DUPLEX_STREAMED mode: chunks, the last of which ends the stream.
+def streamed_body(phase: str, body: bytes, *, end_of_stream: bool) -> Iterator[ext_proc.ProcessingResponse]:
+    """The replies of the FULL_DUPLEX_STREAMED mode: chunks, the last of which ends the stream if ``end_of_stream``.
 
-    ``end_of_stream`` is False where trailers follow.
+    There, what is not sent is dropped. ``phase`` is request_body or response_body.
     """
-    starts = range(0, len(body), CHUNK_BYTES) if body else (0,)
-    for start in starts:
+    for start in range(0, len(body) or 1, CHUNK_BYTES):
         chunk = ext_proc.StreamedBodyResponse(
             body=body[start : start + CHUNK_BYTES], end_of_stream=end_of_stream and start + CHUNK_BYTES >= len(body)
         )
-        yield ext_proc.ProcessingResponse(
-            request_body=ext_proc.BodyResponse(
-                response=ext_proc.CommonResponse(
-                    status=_CONTINUE, body_mutation=ext_proc.BodyMutation(streamed_response=chunk)
-                )
-            )
-        )
+        mutation = ext_proc.BodyMutation(streamed_response=chunk)
+        common = ext_proc.CommonResponse(status=_CONTINUE, body_mutation=mutation)
+        yield _in_phase(phase, ext_proc.BodyResponse(response=common))
 
 
 def response_headers(set_headers: Headers) -> ext_proc.ProcessingResponse:
@@ -134,20 +124,36 @@ def immediate(status: int, headers: Headers, body: bytes, details: str) -> ext_p
     answer = response.immediate_response
     answer.status.code = status  # type: ignore[assignment]
     answer.headers.CopyFrom(header_mutation(headers))
+    names: set[str] = set()
+    for option in answer.headers.set_headers:
+        if option.header.key in names:  # Set-Cookie, say; Envoy 1.40 goes by the deprecated field here
+            option.append.value = True
+        names.add(option.header.key)
     answer.body = body
     answer.details = details
     return response
 
 
-def error(problem: RequestError) -> ext_proc.ProcessingResponse:
-    headers = [("content-type", b"application/json")]
+def error(problem: RequestError, more_headers: Headers = ()) -> ext_proc.ProcessingResponse:
+    headers = [("content-type", b"application/json"), *more_headers]
     headers += [(name, value.encode()) for name, value in problem.headers.items()]
     return immediate(problem.status, headers, problem.body(), f"extproc_{problem.code}")
 
 
-def route(response: ext_proc.ProcessingResponse, destination: str, ticket: str | None = None) -> None:
-    """Put the chosen endpoints (``ip:port[,ip:port]``), and a ticket, into the reply's dynamic metadata."""
+def route(
+    response: ext_proc.ProcessingResponse,
+    destination: str,
+    ticket: str | None = None,
+    *,
+    clear_route_cache: bool = False,
+) -> None:
+    """Put the chosen endpoints (``ip:port[,ip:port]``), and a ticket, into the reply's dynamic metadata.
+
+    ``clear_route_cache`` has Envoy match the request with its routes again.
+    """
     fields = response.dynamic_metadata.fields
     fields[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = destination
     if ticket is not None:
         fields[OWN_NAMESPACE].struct_value.fields[TICKET].string_value = ticket
+    if clear_route_cache:
+        getattr(response, response.WhichOneof("response") or "").response.clear_route_cache = True

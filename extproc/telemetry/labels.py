@@ -18,7 +18,10 @@ from extproc.outcomes import Outcome
 OTHER: Final = "other"
 """What a value that is not listed here is counted as, so that no input can make series without end."""
 
-DECISIONS: Final = ("disaggregated", "bypass", "fallback", "refused", "refused_by_engine", "client_left")
+DECISIONS: Final = (
+    *("disaggregated", "bypass", "fallback", "refused", "refused_by_engine", "client_left"),
+    "answered_by_envoy",  # or by a filter in front of ours
+)
 BYPASS_REASONS: Final = (
     *("method", "path", "upgrade", "no_body", "content_type", "not_json", "small_prompt"),
     *("several_choices", "several_prompts", "beam_search", "prompt_logprobs", "prompt_embeds", "stored_response"),

@@ -18,8 +18,11 @@ class Recent:
         self._aliases: dict[str, str] = {}
         self._handoffs: dict[tuple[str, str], str] = {}
 
-    def note(self, request_id: str, **fields: Any) -> None:
-        """Add what is now known of a request. The sources report in any order."""
+    def note(self, request_id: str, /, **fields: Any) -> None:
+        """Add what is now known of a request. The sources report in any order.
+
+        A ``request_id`` among the fields is shown; the record stays known by its first one and its aliases.
+        """
         request_id = self._aliases.get(request_id, request_id)
         record = self._records.get(request_id)
         if record is None:
