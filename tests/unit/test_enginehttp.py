@@ -141,6 +141,13 @@ async def test_a_request_is_sent_as_given_and_with_nothing_added() -> None:
     assert body == b'{"a":1}'
 
 
+async def test_a_header_value_that_is_no_text_is_sent_as_latin_1() -> None:
+    async with Server(_always_ok) as server, _client() as client:
+        await client.post(server.url, b"", [(b"x-name", b"J\xf6rg")], timeout_s=10)
+
+    assert "x-name: Jörg".encode() in server.requests[0].split(b"\r\n")
+
+
 async def test_raw_bytes_in_a_query_are_percent_encoded() -> None:
     async with Server(_always_ok) as server, _client() as client:
         await client.post(f"{server.url}/v1?q=" + "é".encode().decode("latin-1"), b"", [], timeout_s=10)

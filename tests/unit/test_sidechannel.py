@@ -319,21 +319,20 @@ async def test_an_address_that_zmq_cannot_parse_gives_no_reply(channels: SideCha
 async def test_dead_endpoints_do_not_hold_up_the_loop(router: Router, channels: SideChannels) -> None:
     await channels.request(router.address, b"warm up", timeout_s=5)
     addresses = [sidechannel.endpoint("127.0.0.1", port) for port in range(1, 21)]
-    pauses = []
 
-    for _ in range(5):  # a call that blocks does so each time; a busy machine does not
+    for _ in range(20):  # a call that blocks does so each time; a busy machine does not
         async with _longest_pause() as worst:
             dead = [
-                asyncio.create_task(channels.request(address, b"x" * 100, timeout_s=0.2))
+                asyncio.create_task(channels.request(address, b"x" * 100, timeout_s=0.1))
                 for address in addresses
-                for _ in range(10)
+                for _ in range(5)
             ]
             alive = [await channels.request(router.address, b"x", timeout_s=5) for _ in range(20)]
-            assert await asyncio.gather(*dead) == [None] * 200
+            assert await asyncio.gather(*dead) == [None] * 100
         assert alive == [ACK] * 20
-        pauses.append(worst[0])
-
-    assert min(pauses) < 0.05
+        if worst[0] < 0.05:
+            return
+    pytest.fail("the loop was held up each time")
 
 
 async def test_closing_does_not_wait_for_messages_that_cannot_be_delivered() -> None:
