@@ -329,6 +329,25 @@ async def test_a_call_tells_when_the_answer_began() -> None:
         assert again.reused
 
 
+async def test_a_call_tells_whether_the_engine_may_know_of_the_request() -> None:
+    async with StubEngine(refusing=True) as engine, _client(max_connections=1) as client:
+        refused, sent, waiting = Call(), Call(), Call()
+        await _unavailable(client.post(engine.url, b"{}", [], timeout_s=10, call=refused))
+        assert not refused.sent
+
+        await engine.listen()
+        engine.hang = True
+        first = asyncio.create_task(client.post(engine.url, b"{}", [], timeout_s=30, call=sent))
+        await engine.wait_for(1)
+        assert sent.sent
+
+        second = asyncio.create_task(client.post(engine.url, b"{}", [], timeout_s=30, call=waiting))
+        await asyncio.sleep(0)
+        await _cancelled(second)
+        assert not waiting.sent
+        await _cancelled(first)
+
+
 # ── connections that have gone stale ─────────────────────────────────────────────────────────────────────────────────
 
 
