@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.classify import Candidate, Inspect, Pass, Request, plan, read_headers
+from extproc.classify import Candidate, Inspect, Pass, Request, check_size, plan, read_headers, status
+from extproc.config import Limits
 from extproc.errors import RequestError
 from extproc.pb.envoy.config.core.v3 import base_pb2
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
@@ -53,6 +54,44 @@ def test_values_need_not_be_text() -> None:
     assert request.request_id == b"\xff\x00"
     assert request.client_id == "\xff\x00"
     assert request.path == "/caf\xe9"
+
+
+def test_an_id_of_absurd_length_is_not_logged() -> None:
+    assert _read(("x-request-id", b"a" * 256)).client_id == "a" * 256
+    assert _read(("x-request-id", b"a" * 257)).client_id is None
+    assert _read(("x-request-id", b"")).client_id is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([(":status", "200")], 200),
+        ([("content-type", "x"), (":status", "503"), (":status", "200")], 503),
+        ([], None),
+        ([(":status", "")], None),
+        ([(":status", "2xx")], None),
+    ],
+)
+@pytest.mark.parametrize("field", ["raw_value", "value"])
+def test_the_status_of_a_response(headers: list[tuple[str, str]], expected: int | None, field: str) -> None:
+    message = ext_proc.HttpHeaders()
+    for name, value in headers:
+        header = message.headers.headers.add(key=name)
+        setattr(header, field, value.encode() if field == "raw_value" else value)
+
+    assert status(message) == expected
+
+
+def test_headers_are_limited_in_number_and_size() -> None:
+    message = ext_proc.HttpHeaders()
+    for number in range(20):
+        message.headers.headers.add(key=f"x-{number:02}", raw_value=b"v" * 96)  # 100 bytes each
+
+    check_size(message, Limits(headers=20, header_bytes=2000))
+    for limits in (Limits(headers=19, header_bytes=2000), Limits(headers=20, header_bytes=1999)):
+        with pytest.raises(RequestError) as refusal:
+            check_size(message, limits)
+        assert (refusal.value.status, refusal.value.code) == (431, "headers_too_large")
 
 
 def test_of_repeated_headers_the_first_counts_as_it_does_for_engines() -> None:
@@ -171,7 +210,6 @@ def test_a_post_without_a_body_is_passed_on_at_once() -> None:
     [
         b"",
         b"text/plain",
-        b"application/x-www-form-urlencoded",
         b"application/vnd.api+json",
         b"application/json ;charset=utf-8",
         b"application/json, text/plain",
@@ -190,8 +228,6 @@ def test_so_is_none_at_all() -> None:
 @pytest.mark.parametrize(
     "content_type",
     [
-        b"multipart/form-data; boundary=x",
-        b"Multipart/Mixed",
         b"audio/wav",
         b"image/png",
         b"video/mp4",
@@ -204,6 +240,43 @@ def test_bodies_that_are_not_json_are_not_held(content_type: bytes, path: str) -
     assert _plan(("content-type", content_type), ("content-encoding", b"gzip"), path=path) == Pass(
         "content_type", no_body=False
     )
+
+
+def test_of_two_content_types_an_engine_may_read_either() -> None:
+    request = _read(("content-type", b"image/png"), JSON)
+
+    assert request.typed_twice
+    assert plan(request, PATHS) == Inspect("content_type")
+    assert not _read(("content-type", b"image/png")).typed_twice
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        b"multipart/form-data; boundary=x",
+        b"Multipart/Mixed",
+        b"multipart/form-data; charset=utf-8; boundary=x",
+        b'multipart/form-data; boundary=x; charset="UTF-8"',
+        b"application/x-www-form-urlencoded",
+        b"application/x-www-form-urlencoded; charset=iso-8859-1",
+    ],
+)
+def test_forms_are_looked_into(content_type: bytes) -> None:
+    assert _plan(("content-type", content_type), path="/v1/audio/transcriptions") == Inspect("path")
+    assert _plan(("content-type", content_type)) == Inspect("content_type")
+    assert _read(("content-type", content_type)).is_form
+    assert _read(("content-type", content_type)).is_urlencoded == content_type.startswith(b"application")
+    assert not _read(JSON).is_form
+
+
+@pytest.mark.parametrize(
+    "charset", [b"utf-16", b"utf-7", b"ibm037", b'"utf-16"', b"utf-8-sig", b"utf-8; charset=utf-7"]
+)
+def test_a_form_that_hides_its_text_is_refused(charset: bytes) -> None:
+    with pytest.raises(RequestError) as refusal:
+        _plan(("content-type", b"multipart/form-data; boundary=x; charset=" + charset))
+
+    assert (refusal.value.status, refusal.value.code) == (415, "unsupported_charset")
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"br", b"zstd", b"deflate", b"gzip, identity", b"GZIP"])

@@ -6,12 +6,16 @@ import json
 import time
 from collections.abc import Callable
 from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from extproc.jsonobject import BadJson, JsonObject, NotAnObject, TooDeep
+from extproc.jsonobject import BadJson, JsonObject, NotAnObject, TooDeep, nests_deeper
+
+# A slow machine is no failure.
+_STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # ── texts of JSON objects, spelled in every way that RFC 8259 allows ─────────────────────────────────────────────────
 
@@ -107,7 +111,7 @@ def _members(text: str) -> list[tuple[str, str, str]]:
     return found
 
 
-@settings(max_examples=30)
+@settings(_STEADY, max_examples=30)
 @given(_objects())
 def test_members_are_the_values_as_spelled_and_the_last_one_wins(text: str) -> None:
     parsed = JsonObject(text.encode())
@@ -115,7 +119,7 @@ def test_members_are_the_values_as_spelled_and_the_last_one_wins(text: str) -> N
     assert {key: parsed.raw(key) for key in parsed.members} == {key: value.encode() for key, _, value in _members(text)}
 
 
-@settings(max_examples=60)
+@settings(_STEADY, max_examples=60)
 @given(_objects(), _edits)
 @example('{"a":12,"a":1}', {"b": b"2"})
 @example('{"a":1,"b":2,"a":1}', {"b": None})
@@ -144,7 +148,7 @@ def test_edits_change_the_named_members_and_keep_every_other_one(text: str, edit
         ]
 
 
-@settings(max_examples=30)
+@settings(_STEADY, max_examples=30)
 @given(_objects(), st.data())
 def test_replacing_one_value_keeps_the_bytes_around_it(text: str, data: st.DataObject) -> None:
     members = _members(text)
@@ -251,6 +255,33 @@ def test_hundreds_of_members_keep_their_order_and_their_values_bytes() -> None:
     expected = [f'"kA{number}":1.{number}0' for number in range(1000) if number != 1] + ['"new":1']
     expected[1] = '"kA2":[]'
     assert edited.decode() == "{" + ",".join(expected) + "}"
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+@settings(_STEADY, max_examples=60)
+@given(_objects())
+@example('{"a":"[[[["}')
+@example('{"\\\\":[{"\\"[":"\\\\\\"["}]}')
+@example('{"a":[],"b":[[]],"c":"]]]]"}')
+def test_levels_are_counted_outside_of_strings(text: str) -> None:
+    depth = _depth(json.loads(text, object_pairs_hook=lambda pairs: {n: value for n, (_, value) in enumerate(pairs)}))
+
+    assert [nests_deeper(text.encode(), levels) for levels in range(depth + 2)] == [True] * depth + [False, False]
+
+
+@pytest.mark.parametrize("filler", [b'"', b'"[",', b'"\\"]",', b"1,", b'"' + b"x" * 5000 + b'",'])
+def test_levels_are_counted_across_a_long_text(filler: bytes) -> None:
+    items = filler * 3000 if filler != b'"' else b'"' + b"[" * 10_000 + b'",'
+    text = b'{"a":[' + items + b'[[[]]]],"b":[' + items + b"1]}"
+
+    assert json.loads(text)
+    assert nests_deeper(text, 4)
+    assert not nests_deeper(text, 5)
 
 
 def test_integers_of_any_size_are_kept() -> None:

@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc import openai
 from extproc.connectors import connector
 from extproc.jsonobject import BadJson, JsonObject, TooDeep
+
+# A slow machine is no failure.
+_STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -127,6 +130,24 @@ def test_shapes_of_a_prompt(prompt: bytes, reason: str | None) -> None:
 
     assert openai.bypass_reason(COMPLETIONS, body) == reason
     assert openai.bypass_reason("/invocations", body) == reason
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (b'[{"content":"a"}]', None),
+        (b'[ {"content":[["a"]]} ]', None),
+        (b"[]", None),
+        (b"null", None),
+        (b'[[{"content":"a"}]]', "several_prompts"),
+        (b'[ \n[{"content":"a"}], [{"content":"b"}]]', "several_prompts"),
+    ],
+)
+def test_a_batch_of_chats_is_several_prompts(messages: bytes, reason: str | None) -> None:
+    body = _request(b'{"messages":%b}' % messages)
+
+    assert openai.bypass_reason("/v1/chat/completions/batch", body) == reason
+    assert openai.bypass_reason(CHAT, body) == reason
 
 
 @pytest.mark.parametrize(
@@ -366,39 +387,71 @@ def test_absurd_nesting_is_reported_as_such() -> None:
         openai.parse(b'{"n":' + b"[" * 50_000 + b"]" * 50_000 + b"}")
 
 
+# ── bodies that only Python's json module reads, and forms ───────────────────────────────────────────────────────────
+
+
 @pytest.mark.parametrize("text", _SMUGGLED)
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
-def test_dialects_that_only_pythons_parser_reads_are_searched_too(text: bytes, encoding: str) -> None:
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+def test_other_encodings_hide_no_connector_params(text: bytes, encoding: str) -> None:
     body = text.decode().encode(encoding)
 
     with pytest.raises(BadJson):
         openai.parse(body)
-    assert openai.smuggles_connector_keys(json.loads(body))
+    assert json.loads(body) == json.loads(text)  # an engine reads it
+    assert openai.names_connector_params(body)
 
 
 @pytest.mark.parametrize("odd", ["NaN", "Infinity", "-Infinity", '"\\ud800"'])
 @pytest.mark.parametrize("text", _SMUGGLED)
-def test_numbers_and_strings_that_only_pythons_parser_reads_hide_nothing(text: bytes, odd: str) -> None:
+def test_numbers_and_strings_that_only_pythons_parser_reads_hide_none_either(text: bytes, odd: str) -> None:
     body = b'{"temperature":%b,' % odd.encode() + text[1:]
 
     with pytest.raises(BadJson):
         openai.parse(body)
-    assert openai.smuggles_connector_keys(json.loads(body))
+    assert openai.names_connector_params(body)
+
+
+@pytest.mark.parametrize("position", range(len("kv_transfer_params")))
+@pytest.mark.parametrize("spell", ["\\u00%02x", "\\u00%02X"])
+def test_no_escape_hides_the_name(position: int, spell: str) -> None:
+    name = "kv_transfer_params"
+    spelled = name[:position] + spell % ord(name[position]) + name[position + 1 :]
+
+    assert json.loads(f'"{spelled}"') == name
+    assert openai.names_connector_params(b'{"%b": NaN}' % spelled.encode())
+    assert openai.names_connector_params(f'{{"{spelled}": NaN}}'.encode("utf-16"))
+
+
+def test_the_name_with_all_its_characters_escaped() -> None:
+    spelled = "".join(f"\\u{ord(character):04x}" for character in "kv_transfer_params")
+
+    assert openai.names_connector_params(b"[" + spelled.encode() + b"]")
+
+
+@pytest.mark.parametrize("name", openai.CONNECTOR_KEYS)
+def test_a_field_of_a_form_is_looked_into(name: str) -> None:
+    form = b'--x\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{"%b": ""}\r\n--x--' % name.encode()
+
+    assert openai.names_connector_params(form)
+    assert not openai.names_connector_params(form.replace(name.encode(), b"seed"))
 
 
 @pytest.mark.parametrize(
-    "value",
+    "body",
     [
-        None,
-        [],
-        [{"kv_transfer_params": {}}],
-        "kv_transfer_params",
-        {},
-        {"temperature": float("nan"), "messages": [{"kv_transfer_params": 1}], "vllm_xargs": [], "extra_args": None},
+        b"",
+        b"x",
+        b"\0" * 1000,
+        b'{"temperature":NaN,"prompt":"\\u0061\\u00e9"}',
+        '{"prompt":"kv_transfer"}'.encode("utf-16"),
+        b'{"_transfer_param": 1}',
+        b'"\\u005ftransfer\\u005fparam"',
     ],
 )
-def test_harmless_dialect_bodies_pass(value: Any) -> None:
-    assert not openai.smuggles_connector_keys(value)
+def test_bodies_that_name_none_pass(body: bytes) -> None:
+    assert not openai.names_connector_params(body)
 
 
 _members = st.sampled_from([*openai.CONNECTOR_KEYS, "vllm_xargs", "extra_args", "sampling_params", "prompt", "n"])
@@ -409,11 +462,12 @@ _trees = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(_STEADY, max_examples=60)
 @given(st.dictionaries(_members, _trees, max_size=5))
-def test_both_ways_of_looking_agree_on_what_steers_a_connector(value: dict[str, Any]) -> None:
+def test_no_tree_of_arguments_leaves_params_where_a_connector_reads_them(value: dict[str, Any]) -> None:
     request = _request(value)
 
-    assert openai.smuggles_connector_keys(value) == (openai.decode_body(request, None) != request.text)
-    assert not openai.smuggles_connector_keys(json.loads(openai.decode_body(request, None)))
-    assert not openai.smuggles_connector_keys(json.loads(openai.prefill_body(request, {})))
+    assert _connector_keys(json.loads(openai.decode_body(request, None))) == []
+    assert _connector_keys(json.loads(openai.prefill_body(request, {}))) == []
+    if not _connector_keys(value):
+        assert openai.decode_body(request, None) == request.text
