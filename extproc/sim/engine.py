@@ -79,6 +79,7 @@ class Engine:
         self._waiting: deque[tuple[EngineRequest, asyncio.Future[None]]] = deque()
         self._slots = config.max_num_seqs
         self._compute = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -101,6 +102,8 @@ class Engine:
             raise EngineDead
         self.requests[request.id] = request
         request.task = asyncio.create_task(self._run(request), name=f"sim {request.id}")
+        self._tasks.add(request.task)
+        request.task.add_done_callback(self._tasks.discard)
 
     def abort(self, request: EngineRequest) -> None:
         """End a request that nobody waits for any more. A no-op once it has ended."""
@@ -363,3 +366,7 @@ class Engine:
                 request.task.cancel()
         self.requests.clear()
         self._waiting.clear()
+
+    async def stopped(self) -> None:
+        """After ``stop()``: wait until nothing runs any more."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)

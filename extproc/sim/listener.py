@@ -141,3 +141,11 @@ class HttpListener:
             await asyncio.wait(list(self._state.tasks), timeout=1.0)
         for task in list(self._state.tasks):
             task.cancel()
+        # A closing connection flushes its last answer first; a client that does not read must not hold it open.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                while self._state.connections:
+                    await asyncio.sleep(0.001)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)

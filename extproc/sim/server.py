@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import zmq
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -77,11 +78,17 @@ class SimEngine:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises OSError when an address is taken."""
+        """Raises OSError when an address is taken; nothing is left running then."""
         self.engine.on_death = self._on_death
-        await self.connector.start()
-        await self._control.start()
-        await self._api.start()
+        try:
+            await self.connector.start()
+            await self._control.start()
+            await self._api.start()
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, zmq.ZMQError):
+                raise OSError(error.errno, f"side channel port {self.config.side_channel_port}: {error}") from error
+            raise
         if self.failures.has("refuse"):
             self._api.refuse()
 
@@ -93,6 +100,7 @@ class SimEngine:
         await self._api.stop(grace_s=grace_s)
         await self._control.stop(grace_s=0)
         await self.connector.stop()
+        await self.engine.stopped()
 
     async def kill(self) -> None:
         """Vanish as a killed process does: connections are reset, nobody is told."""

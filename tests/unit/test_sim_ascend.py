@@ -275,6 +275,37 @@ async def test_a_rejected_decode_frees_only_on_engines_that_notify(fleet: Fleet,
         assert prefiller.pinned == [params["remote_request_id"]]
 
 
+@pytest.mark.parametrize("notifies", [False, True])
+async def test_a_queued_decode_whose_client_leaves_frees_only_on_engines_that_notify(
+    fleet: Fleet, notifies: bool
+) -> None:
+    prefiller = await fleet.engine()
+    decoder = await fleet.engine(ascend_reject_notify=notifies, max_num_seqs=1, decode_ms_per_token=20)
+    busy = asyncio.create_task(fleet.complete(decoder, OTHER, max_tokens=400))
+    await decoder.until(lambda: decoder.engine.running == 1)
+    params = await fleet.prefill(prefiller)
+    queued = asyncio.create_task(fleet.complete(decoder, kv_transfer_params=params))
+    await decoder.until(lambda: decoder.engine.waiting == 1)
+    queued.cancel()
+    await decoder.until(lambda: decoder.engine.waiting == 0)
+    if notifies:
+        await prefiller.until(lambda: not prefiller.pinned)
+    else:
+        assert prefiller.pinned == [params["remote_request_id"]]
+    busy.cancel()
+
+
+async def test_the_ports_can_be_given(fleet: Fleet) -> None:
+    first = await fleet.engine(tp=2)
+    port = first.side_channel_port
+    await first.stop()
+    second = await fleet.engine(tp=2, side_channel_port=port)
+    assert second.side_channel_port == port
+    assert await fleet.tell(second, GET_META, rank=1) is not None
+    with pytest.raises(OSError, match="side channel port"):
+        await fleet.engine(tp=2, side_channel_port=port + 1)
+
+
 # -- what kills an engine
 
 

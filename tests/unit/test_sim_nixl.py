@@ -420,6 +420,19 @@ async def test_a_client_gone_in_mid_stream_frees_the_decoder(fleet: Fleet) -> No
     assert decoder.requests[0].pulled
 
 
+async def test_a_client_that_leaves_during_the_pull_leaves_nothing_behind(fleet: Fleet) -> None:
+    prefiller, decoder = await fleet.pair()
+    params = await fleet.prefill(prefiller)
+    await kill_listener(prefiller, b"junk")  # so that the pull waits for a handshake
+    connection = cut(decoder, {"stream": True, "kv_transfer_params": params})
+    await decoder.until(lambda: decoder.engine.waiting == 1)
+    assert decoder.state()["blocks"]["used"] == 3
+    connection.close()
+    await decoder.until(lambda: decoder.state()["blocks"]["used"] == 0)
+    assert decoder.requests[0].outcome == "aborted"
+    assert decoder.state()["alive"]
+
+
 # -- failed loads ----------------------------------------------------------------------------------------------------
 
 
