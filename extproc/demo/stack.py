@@ -13,11 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import httpx
 import yaml
 
 from extproc.config import Config, build
-from extproc.processes import EnvoyProcess, Process, envoy_process, free_port
+from extproc.processes import EnvoyProcess, Process, envoy_process, free_port, plain_http_client
 
 HOST = "127.0.0.1"
 EngineKind = Literal["sim", "vllm"]
@@ -160,7 +159,7 @@ class Stack:
 
     async def exchanges(self) -> list[dict[str, Any]]:
         """The service's record of recent requests, newest first."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with plain_http_client(timeout_s=5.0) as client:
             answer = (await client.get(f"{self.admin_url}/exchanges")).raise_for_status().json()
         return list(answer["exchanges"])
 
@@ -177,13 +176,13 @@ class Stack:
 
     async def kv_usage(self, engine: DemoEngine) -> float:
         """``vllm:kv_cache_usage_perc`` of an engine: 0 when no block is in use."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with plain_http_client(timeout_s=5.0) as client:
             text = (await client.get(f"{engine.url}/metrics")).raise_for_status().text
         lines = (line for line in text.splitlines() if line.startswith("vllm:kv_cache_usage_perc"))
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     async def fail(self, engine: DemoEngine, mode: str, **options: Any) -> None:
         """Tell a simulated engine to fail in one of its ways (``extproc sim --help``)."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with plain_http_client(timeout_s=5.0) as client:
             answer = await client.post(f"{engine.control_url}/sim/fail", content=json.dumps({"mode": mode, **options}))
             answer.raise_for_status()
