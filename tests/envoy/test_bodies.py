@@ -182,16 +182,12 @@ async def test_a_chunked_body_reaches_both_legs_whole(gateway: Gateway) -> None:
 
 # ---- sizes ----
 
-# aiohttp's advice on bodies of a megabyte and more
-large = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
-
 
 def of_size(size: int) -> bytes:
     start, end = b'{"model":"m","messages":[{"role":"user","content":"', b'"}],"max_tokens":5}'
     return start + b"x" * (size - len(start) - len(end)) + end
 
 
-@large
 @pytest.mark.parametrize("size", [32_768, 32_769, 1_048_576, 1_048_577, 6 * 1024 * 1024])
 async def test_B03_B04_large_bodies_pass_whole(gateway: Gateway, size: int) -> None:
     body = of_size(size)

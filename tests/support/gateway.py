@@ -113,7 +113,7 @@ class Gateway:
                 await gateway._start_process(stack, values)
             await gateway._start_envoy(stack, values, change)
             gateway.client = await stack.enter_async_context(
-                httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=20, limits=httpx.Limits())
+                httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30, limits=httpx.Limits())
             )
             yield gateway
 
@@ -165,10 +165,11 @@ class Gateway:
     ) -> None:
         config = build({**values, "envoy": {**values["envoy"], "extproc": self.grpc_address}})
         bootstrap = await asyncio.to_thread(render, config)  # the first one takes a second or two
+        parsed = yaml.safe_load(bootstrap)
+        _patient(parsed)
         if change is not None:
-            parsed = yaml.safe_load(bootstrap)
             change(parsed)
-            bootstrap = yaml.safe_dump(parsed)
+        bootstrap = yaml.safe_dump(parsed)
         self.envoy = await stack.enter_async_context(
             envoy_process(bootstrap, directory=self.directory / "envoy", concurrency=1)
         )
@@ -267,6 +268,7 @@ class Gateway:
             engine.answered = engine.disconnects = engine.connections = 0
         for decoder in self.decoders:
             decoder.releases.clear()
+        self.client.cookies.clear()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -292,11 +294,23 @@ async def within(seconds: float, awaitable: Awaitable[Any]) -> Any:
     return result
 
 
+def service_cluster(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    """The service's cluster in a parsed bootstrap."""
+    clusters: list[dict[str, Any]] = bootstrap["static_resources"]["clusters"]
+    return next(cluster for cluster in clusters if cluster["name"] == "extproc")
+
+
+def _patient(bootstrap: dict[str, Any]) -> None:
+    """A service on a busy machine must not pass for a dead one."""
+    for check in service_cluster(bootstrap)["health_checks"]:
+        check["timeout"] = "20s"
+
+
 def add_service_instance(address: str) -> Change:
     """One more endpoint of the service's cluster."""
 
     def change(bootstrap: dict[str, Any]) -> None:
-        (cluster,) = [c for c in bootstrap["static_resources"]["clusters"] if c["name"] == "extproc"]
+        cluster = service_cluster(bootstrap)
         host, port = address.rsplit(":", 1)
         endpoints: Sequence[dict[str, Any]] = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
         endpoints.append(  # type: ignore[attr-defined]
