@@ -40,7 +40,7 @@ STALE_S: Final = 5.0
 _FOREIGN_TOKENS: Final = 512  # what another replica's request is taken to weigh
 _KV_FULL: Final = 0.95
 LOAD_BOUND: Final = 1.25
-"""prefix_affinity: no engine takes more than this multiple of the average load."""
+"""prefix_affinity: an engine with more than this multiple of the average load takes no more."""
 
 
 def load(engine: Engine, now: float) -> tuple[bool, float, float]:
@@ -96,15 +96,17 @@ def prefix_affinity(candidates: Sequence[Engine], turn: int, need: Need = ANYTHI
 
     Rendezvous hashing with bounded loads: every replica orders the engines alike without shared state, an engine that
     comes or goes moves only its own prompts, and a hot prefix spills over to its second choice instead of piling up.
+    An engine takes a request if its load is at most :data:`LOAD_BOUND` times the average and this request's own.
     """
     if need.affinity is None:
         return least_loaded(candidates, turn, need)
     affinity = need.affinity
     ranked = sorted(candidates, key=lambda engine: _weight(affinity, engine.url), reverse=True)
     now = time.monotonic()
-    loads = {engine: engine.inflight + engine.foreign_load(now, STALE_S) for engine in ranked}
-    bound = LOAD_BOUND * (sum(loads.values()) + 1) / len(ranked)
-    within = [engine for engine in ranked if loads[engine] + 1 <= max(bound, 1.0)]
+    loads = {engine: load(engine, now) for engine in ranked}
+    own = max(1, need.tokens) if ranked[0].role == "prefill" else 1
+    bound = LOAD_BOUND * sum(amount for _, amount, _ in loads.values()) / len(ranked) + own
+    within = [engine for engine in ranked if not loads[engine][0] and loads[engine][1] <= bound]
     over = sorted((engine for engine in ranked if engine not in within), key=lambda engine: loads[engine])
     return [*within, *over]
 

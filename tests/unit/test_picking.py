@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc import picking
-from extproc.fleet.engines import Engine, Report, Reservation
+from extproc.fleet.engines import Engine, Report, Reservation, Role
 from extproc.picking import Need, policy
-from tests.support.fleet import Clock, names, spec
+from tests.support.fleet import Clock, fleet_of, names, spec, specs
 
 # A slow machine is no failure.
 _STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -165,6 +165,22 @@ def test_a_burst_is_spread_evenly_when_each_pick_is_reserved_at_once(name: str, 
         Reservation(policy(name)(engines, turn, Need(tokens=10))[0], tokens=10)
 
     assert [engine.inflight for engine in engines] == [64, 64, 64, 64]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_O23_256_requests_at_once_are_spread_evenly(name: str, role: Role) -> None:
+    """Each with a prompt of its own. Every engine gets its share within a fifth, or, by prefix, within the bound."""
+    most = 64 * 1.2 if name != "prefix_affinity" else 64 * picking.LOAD_BOUND + 2
+    least = 64 * 0.8 if name != "prefix_affinity" else 64 / picking.LOAD_BOUND
+    fleet = fleet_of(*specs(role, 4), policies=name)
+    needs = [Need(tokens=1000, affinity=b"prompt %d" % number) for number in range(256)]
+    held = [fleet.reserve(role, need) for need in needs]
+    assert all(least <= engine.inflight <= most for engine in fleet.engines(role))
+    for reservation in held:
+        assert reservation is not None
+        reservation.release()
+    assert [(engine.inflight, engine.reserved_tokens) for engine in fleet.engines(role)] == [(0, 0)] * 4
 
 
 # ── two choices ──────────────────────────────────────────────────────────────────────────────────────────────────────
