@@ -33,7 +33,9 @@ def spelled(stand: Stand) -> None:
         engine.respond = hand_over
 
 
-async def legs(envoy: ScriptedEnvoy, stand: Stand, body: bytes, path: str = CHAT, **options: Any) -> tuple[bytes, bytes]:
+async def legs(
+    envoy: ScriptedEnvoy, stand: Stand, body: bytes, path: str = CHAT, **options: Any
+) -> tuple[bytes, bytes]:
     """The bodies that the one prefiller and the decoder get; the decoder's must be framed as its mode wants."""
     decode = await decoded(envoy, body, path, **options)
     length = None if envoy.mode == "FULL_DUPLEX_STREAMED" else str(len(decode.body))
@@ -81,7 +83,10 @@ async def test_B03_B04_large_bodies_pass_whole(envoy: ScriptedEnvoy, stand: Stan
 
 async def test_B03_B04_the_limit_is_exact(mode: Mode) -> None:
     limit = 100_000
-    async with Stand.standing({"limits": {"body_bytes": limit}}, prefill=1, decode=1) as stand, stand.envoy(mode) as envoy:
+    async with (
+        Stand.standing({"limits": {"body_bytes": limit}}, prefill=1, decode=1) as stand,
+        stand.envoy(mode) as envoy,
+    ):
         await through(envoy, of_size(limit))
         chunks = [of_size(limit + 1)[:60_000], of_size(limit + 1)[60_000:]]
         for options in ({"body": of_size(limit + 1)}, {"chunks": chunks}):
