@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from extproc.telemetry.recent import Recent
 
 # How long a reply of ours may be on its way to Envoy: a stream that ends within that time may have ended before it.
-_REPLY_S: Final = 0.5
+_REPLY_S: Final = 2.0
 # Until a decoder whose client is gone has stopped: it notices in some 10 ms, and its engine at the next step.
 _DECODER_STOPS_S: Final = 0.1
 # Outcomes that no decoder is at work after.

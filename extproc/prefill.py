@@ -13,6 +13,7 @@ from extproc import openai
 from extproc.admission import Admission
 from extproc.connectors import Handoff, UnusableHandoff
 from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailable
+from extproc.errors import RequestError
 from extproc.picking import ANYTHING, Need
 from extproc.telemetry.logs import log
 from extproc.telemetry.tracing import NO_SPAN, Span, Tracing
@@ -126,13 +127,7 @@ class Prefiller:
         tried: list[Engine] = []
         for attempt in range(self._settings.attempts):
             asked_at = time.monotonic()
-            reservation = await self._admission.reserve(
-                request.need,
-                client=self._client_key(request),
-                exclude=tuple(tried),
-                pairing=request.pairing,
-                patience_s=self._settings.admission.max_wait_s - queued_s,  # for all attempts together
-            )
+            reservation = await self._pick(request, tried, queued_s)
             queued_s += time.monotonic() - asked_at
             if reservation is None:
                 if not attempt:
@@ -150,6 +145,26 @@ class Prefiller:
                 tried.append(reservation.engine)
             reasons.append(outcome)
         raise PrefillFailed(reasons)
+
+    async def _pick(self, request: PrefillRequest, tried: Sequence[Engine], queued_s: float) -> Reservation | None:
+        """A place on a prefiller, waited for where all are full. Raises RequestError where the queue turns it away."""
+        span = self._tracing.child(request.span, "pick")
+        reservation = None
+        try:
+            reservation = await self._admission.reserve(
+                request.need,
+                client=self._client_key(request),
+                exclude=tuple(tried),
+                pairing=request.pairing,
+                patience_s=self._settings.admission.max_wait_s - queued_s,  # for all attempts together
+            )
+        except RequestError as error:
+            span.fail(error.code)
+            raise
+        finally:
+            span.set(engine=reservation.engine.name if reservation else None)
+            span.end()
+        return reservation
 
     async def _supervised(self, reservation: Reservation, request: PrefillRequest, request_id: str) -> Prefilled | str:
         """One attempt within its time. The reservation lasts as long as the engine is really at work."""
