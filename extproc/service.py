@@ -16,6 +16,7 @@ from extproc.exchange import Exchange
 from extproc.fleet.fleet import Fleet
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from extproc.prefill import Prefilled, Prefiller, PrefillRequest
+from extproc.prefixes import DecoderPrefixes
 from extproc.telemetry.metrics import Metrics
 from extproc.telemetry.recent import Recent
 from extproc.telemetry.tracing import Tracing
@@ -42,6 +43,7 @@ class Service:
         self.metrics = metrics
         self.recent = recent
         self.tracing = tracing
+        self.prefixes = DecoderPrefixes(fleet)
         self._prefiller = prefiller
         self._open: dict[Exchange, asyncio.Task[None]] = {}
         self._closed = asyncio.Event()
@@ -141,6 +143,8 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
                 raise
             exchange.close(let_go=True)
         finally:
-            exchange.close()
-            self._service.endings.connections.closed(connection)
-            self._service.closed(exchange)
+            try:
+                exchange.close()
+            finally:
+                self._service.endings.connections.closed(connection)
+                self._service.closed(exchange)

@@ -683,7 +683,7 @@ async def test_after_hundreds_of_cancels_at_random_points_the_next_call_is_serve
 
         async with asyncio.timeout(1):
             assert (await client.post(engine.url, b"{}", [], timeout_s=10)).status == 200
-        pool = client._pooled.connector
+        pool = client._pooled._session.connector  # type: ignore[attr-defined]
         assert pool is not None
         assert len(pool._acquired) == 0  # type: ignore[attr-defined]
 
