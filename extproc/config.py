@@ -296,6 +296,9 @@ class Routing(Section):
     """``prefix_affinity``: requests whose prompts begin with the same bytes, so many of them, go to the same engine."""
     min_prompt_bytes: Annotated[int, Field(ge=0)] = 0
     """Requests with a smaller body skip the prefiller."""
+    bypass_cached_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Requests of whose prompt a decoder is expected to have this share cached, from earlier requests that this process
+    sent there, skip the prefiller and go to that decoder. Null turns it off."""
     decode_choices: Annotated[int, Field(ge=1, le=16)] = 3
     """How many decoders Envoy is given, in order of preference, for a refused connection."""
     clear_route_cache: bool = False

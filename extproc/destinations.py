@@ -71,8 +71,8 @@ def known_model(fleet: Fleet, need: Need) -> bool:
     return any(engine.serves(need.model) for engine in fleet.engines("decode"))
 
 
-def choose(fleet: Fleet, need: Need, count: int, *, paired: bool) -> Destination:
-    """Reserve the best decoder, with up to ``count - 1`` alternatives.
+def choose(fleet: Fleet, need: Need, count: int, *, paired: bool, first: Engine | None = None) -> Destination:
+    """Reserve the best decoder, or ``first`` where that one can take it, with up to ``count - 1`` alternatives.
 
     ``paired``: one that a usable prefiller can hand over to, where there is any such pair, and alternatives of its
     pairing only; otherwise those of its pairing come first. Raises RequestError: 503 when no decoder is ready, 429 when
@@ -88,7 +88,8 @@ def choose(fleet: Fleet, need: Need, count: int, *, paired: bool) -> Destination
     choices = fleet.preferences("decode", need, pairings=pairings or None)
     if not choices:
         raise _nothing_to_choose(fleet, need)
-    best = choices[0]
+    best = first if first in choices else choices[0]
+    choices = [best, *(engine for engine in choices if engine is not best)]
     akin = [engine for engine in choices if engine.pairing == best.pairing]
     others = [] if paired else [engine for engine in choices if engine.pairing != best.pairing]
     listed = [*akin, *others][:count]

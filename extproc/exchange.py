@@ -30,13 +30,14 @@ from extproc.modes import Modes, unserved
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.picking import Need
 from extproc.prefill import Header, Prefilled, PrefillFailed, PrefillRefused, PrefillRequest
+from extproc.prefixes import Prefix
 from extproc.requestbody import RequestBody
 from extproc.telemetry.account import Account
 from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
     from extproc.connectors import Handoff
-    from extproc.fleet.engines import Reservation
+    from extproc.fleet.engines import Engine, Reservation
     from extproc.service import Service
 
 Send = Callable[[ext_proc.ProcessingResponse], Awaitable[None]]
@@ -77,6 +78,7 @@ class Exchange:
         self._request: classify.Request | None = None
         self._bypass_reason = ""
         self._subset: frozenset[str] | None = None
+        self._prefix: Prefix | None = None
         self._decoder: Reservation | None = None
         self._prefilled: Prefilled | None = None
         self._fallback = False
@@ -192,14 +194,31 @@ class Exchange:
             reason = "small_prompt"
         if not reason:
             reason = self._service.why_not_disaggregate(openai.model(body))
-        if reason:
+        cached_on = None
+        if self._service.config.routing.bypass_cached_ratio is not None:
+            self._prefix = Prefix.of(body)
+            cached_on = self._cached_on(body, text) if not reason else None
+        if cached_on is not None:
+            await self._bypass("cached_prefix", body, text, trailers, cached_on)
+        elif reason:
             await self._bypass(reason, body, text, trailers)
         else:
             await self._prefill_then_decode(request, body, text, trailers)
 
-    async def _bypass(self, reason: str, body: JsonObject | None, text: bytes, trailers: bool) -> None:
+    def _cached_on(self, body: JsonObject, text: bytes) -> Engine | None:
+        """The decoder that is expected to have so much of the prompt that a prefill leg does not pay."""
+        if self._prefix is None:
+            return None
+        usable = self._service.fleet.usable("decode", self._need(body, text))
+        best, ratio = self._service.prefixes.best(self._prefix, [engine for engine in usable if not engine.full])
+        enough = self._service.config.routing.bypass_cached_ratio
+        return best if enough is not None and ratio >= enough else None
+
+    async def _bypass(
+        self, reason: str, body: JsonObject | None, text: bytes, trailers: bool, decoder: Engine | None = None
+    ) -> None:
         self._account.bypassed(reason)
-        destination = self._reserve_decoder(self._need(body, text) if body else None)
+        destination = self._reserve_decoder(self._need(body, text) if body else None, first=decoder)
         self._account.decided("bypass")
         await self._to_decoder(text, openai.decode_body(body, None) if body else text, destination, trailers)
 
@@ -341,6 +360,8 @@ class Exchange:
             self._settle(self._prefilled.handoff, let_go)
         if self._decoder is not None:
             self._decoder.release()
+            if self._prefix is not None and self._account.status == 200 and not let_go:
+                self._service.prefixes.note(self._decoder.engine, self._prefix)
         if self._fallback:
             self._service.return_fallback_slot()
         self._account.close(self._state.value, self._prefilled, self._decoder.engine if self._decoder else None)
@@ -356,11 +377,13 @@ class Exchange:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _reserve_decoder(self, need: Need | None = None, *, paired: bool = False) -> Destination:
+    def _reserve_decoder(
+        self, need: Need | None = None, *, paired: bool = False, first: Engine | None = None
+    ) -> Destination:
         """Pick and reserve; raises RequestError where there is nothing to pick."""
         choices = self._service.config.routing.decode_choices
         need = need or Need(subset=self._subset)
-        destination = destinations.choose(self._service.fleet, need, choices, paired=paired)
+        destination = destinations.choose(self._service.fleet, need, choices, paired=paired, first=first)
         self._decoder = destination.reservation
         return destination
 

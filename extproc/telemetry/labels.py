@@ -23,7 +23,7 @@ DECISIONS: Final = (
     "answered_by_envoy",  # or by a filter in front of ours
 )
 BYPASS_REASONS: Final = (
-    *("method", "path", "upgrade", "no_body", "content_type", "not_json", "small_prompt"),
+    *("method", "path", "upgrade", "no_body", "content_type", "not_json", "small_prompt", "cached_prefix"),
     *("several_choices", "several_prompts", "beam_search", "prompt_logprobs", "prompt_embeds", "stored_response"),
     *("no_prefillers", "no_prefillers_for_model", "unknown_model"),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from extproc.connectors.registry import _CONNECTORS
-from extproc.destinations import Destination, choose, subset_hint
+from extproc.destinations import Destination, choose, moved, subset_hint
 from extproc.errors import RequestError
 from extproc.fleet.fleet import Fleet
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
@@ -26,6 +26,11 @@ def chosen(fleet: Fleet, need: Need = ANYTHING, count: int = 3, *, paired: bool 
     destination = choose(fleet, need, count, paired=paired)
     destination.reservation.release()
     return destination
+
+
+def listed(destination: Destination) -> list[str]:
+    """Its endpoints, without those that are named again."""
+    return list(dict.fromkeys(destination.endpoints.split(",")))
 
 
 def refused(fleet: Fleet, need: Need = ANYTHING, *, paired: bool = True) -> RequestError:
@@ -68,9 +73,9 @@ def test_a_decoder_that_no_prefiller_can_hand_over_to_is_second_choice() -> None
     fleet = fleet_of(spec("prefill", 1, group="b"), spec("decode", 1, group="a"), spec("decode", 2, group="b"))
     for _ in range(4):
         destination = chosen(fleet)
-        assert (destination.endpoints, destination.pairing) == (at(2), ("b", "nixl"))
+        assert (listed(destination), destination.pairing) == ([at(2)], ("b", "nixl"))
     named(fleet, "decode-2").health.probed("ConnectError", 1)
-    assert chosen(fleet).endpoints == at(1)
+    assert listed(chosen(fleet)) == [at(1)]
 
 
 def test_a_busy_decoder_of_the_pair_is_not_replaced_by_one_that_gets_no_kv() -> None:
@@ -80,7 +85,7 @@ def test_a_busy_decoder_of_the_pair_is_not_replaced_by_one_that_gets_no_kv() -> 
     choose(fleet, ANYTHING, 3, paired=True)
     error = refused(fleet)
     assert (error.status, error.code, error.headers) == (429, "decoders_busy", {"retry-after": "1"})
-    assert chosen(fleet, paired=False).endpoints == at(1)  # without a hand-over any will do
+    assert listed(chosen(fleet, paired=False)) == [at(1)]  # without a hand-over any will do
 
 
 def test_alternatives_never_cross_groups_or_connectors() -> None:
@@ -94,7 +99,7 @@ def test_alternatives_never_cross_groups_or_connectors() -> None:
     seen = set()
     for _ in range(16):
         destination = chosen(fleet)
-        engines = [fleet.decoder_at(endpoint) for endpoint in destination.endpoints.split(",")]
+        engines = [fleet.decoder_at(endpoint) for endpoint in listed(destination)]
         assert [engine.pairing for engine in engines if engine] == [destination.pairing] * 2
         seen.add(destination.pairing)
         prefiller = fleet.reserve("prefill", pairings=[destination.pairing])
@@ -119,6 +124,49 @@ def test_without_any_usable_prefiller_a_decoder_is_chosen_all_the_same() -> None
     assert chosen(fleet).endpoints in (f"{at(1)},{at(2)}", f"{at(2)},{at(1)}")
 
 
+def test_in_a_mixed_fleet_the_list_is_as_long_as_envoys_retries() -> None:
+    """Envoy tries any host of its cluster once the list is used up."""
+    fleet = fleet_of(spec("prefill", 1), *specs("decode", 2))
+    assert sorted(chosen(fleet, count=4).endpoints.split(",")) == [at(1), at(2)]  # any other will do
+    fleet.update("file", [spec("decode", 3, group="other")])
+    for paired in (True, False):
+        endpoints = chosen(fleet, count=4, paired=paired).endpoints.split(",")
+        assert len(endpoints) == 4
+    endpoints = chosen(fleet, count=4).endpoints.split(",")
+    assert endpoints[:2] == endpoints[2:]
+    assert set(endpoints) == {at(1), at(2)}
+
+
+def test_a_wish_is_granted_where_it_can_be() -> None:
+    fleet = fleet_of(*specs("decode", 3, max_inflight=1), policies="least_loaded")
+    wanted = named(fleet, "decode-3")
+    for _ in range(3):
+        destination = choose(fleet, ANYTHING, 2, paired=False, first=wanted)
+        assert destination.reservation.engine is wanted
+        assert listed(destination)[0] == at(3)
+        assert len(listed(destination)) == 2
+        destination.reservation.release()
+    held = choose(fleet, ANYTHING, 2, paired=False, first=wanted)
+    assert choose(fleet, ANYTHING, 2, paired=False, first=wanted).reservation.engine is not wanted
+    held.reservation.release()
+    fleet.drain("decode-3", True)
+    assert choose(fleet, ANYTHING, 2, paired=False, first=wanted).reservation.engine is not wanted
+
+
+def test_a_reservation_moves_to_the_decoder_that_really_serves() -> None:
+    fleet = fleet_of(*specs("decode", 2), policies="least_loaded")
+    held = choose(fleet, Need(tokens=9), 2, paired=False).reservation
+    assert moved(fleet, held, held.engine.endpoint or "") is held
+    assert moved(fleet, held, "192.0.2.1:8000") is held
+    (other,) = [engine for engine in fleet.engines("decode") if engine is not held.engine]
+    now = moved(fleet, held, other.endpoint or "")
+    assert (held.engine.inflight, held.engine.reserved_tokens) == (0, 0)
+    assert (other.inflight, other.reserved_tokens) == (1, 9)
+    now.release()
+    held.release()
+    assert [(engine.inflight, engine.reserved_tokens) for engine in fleet.engines("decode")] == [(0, 0)] * 2
+
+
 # ---- models ----
 
 
@@ -130,9 +178,9 @@ def test_a_decoder_that_serves_the_model_with_a_prefiller_that_does() -> None:
         spec("decode", 2, models=frozenset({"m", "other"}), group="a"),
         spec("decode", 3, models=frozenset({"x"}), group="a"),
     )
-    assert chosen(fleet, Need(model="m")).endpoints == at(2)
-    assert chosen(fleet, Need(model="other")).endpoints == at(1)
-    assert chosen(fleet, Need(model="x"), paired=False).endpoints == at(3)
+    assert listed(chosen(fleet, Need(model="m"))) == [at(2)]
+    assert listed(chosen(fleet, Need(model="other"))) == [at(1)]
+    assert listed(chosen(fleet, Need(model="x"), paired=False)) == [at(3)]
 
 
 def test_a_model_that_nobody_is_known_to_serve_is_an_engines_to_judge() -> None:
@@ -220,7 +268,7 @@ def test_only_decoders_of_the_subset_are_named() -> None:
 
 def test_the_subset_is_about_decoders_alone() -> None:
     fleet = fleet_of(spec("prefill", 1, group="b"), spec("decode", 1, group="a"), spec("decode", 2, group="b"))
-    assert chosen(fleet, Need(subset=frozenset({at(1), at(2)}))).endpoints == at(2)
+    assert listed(chosen(fleet, Need(subset=frozenset({at(1), at(2)})))) == [at(2)]
 
 
 # ---- whatever the fleet ----
@@ -257,7 +305,7 @@ def test_every_choice_in_a_random_fleet_keeps_the_rules() -> None:
                 outcomes[error.code] += 1
                 continue
             outcomes["chosen"] += 1
-            engines = [fleet.decoder_at(endpoint) for endpoint in destination.endpoints.split(",")]
+            engines = [fleet.decoder_at(endpoint) for endpoint in listed(destination)]
             assert 1 <= len(engines) <= 3
             for engine in engines:
                 assert engine is not None

@@ -160,8 +160,9 @@ def test_the_known_ticket_faults_are_those_that_are_raised() -> None:
 def test_the_known_bypass_reasons_are_those_that_are_given() -> None:
     given = literals(argument_of(0, "Pass", "Inspect"))
     given |= literals(returned_by("bypass_reason", "why_not_disaggregate"))
-    assert given | {"not_json", "small_prompt"} == set(labels.BYPASS_REASONS)
-    assert {"not_json", "small_prompt"} <= literals(texts)
+    here = {"not_json", "small_prompt", "cached_prefix"}
+    assert given | here == set(labels.BYPASS_REASONS)
+    assert here <= literals(texts)
 
 
 def test_the_known_faults_of_handoffs_are_those_that_connectors_find() -> None:
