@@ -11,11 +11,10 @@ from typing import Final
 import dns.asyncresolver
 import dns.exception
 import dns.resolver
-import yaml
 from dns.nameserver import Do53Nameserver
 from pydantic import ValidationError
 
-from extproc import config
+from extproc import config, configtext
 from extproc.connectors import connector
 from extproc.errors import ConfigError
 from extproc.fleet.engines import Spec, specs
@@ -23,7 +22,6 @@ from extproc.fleet.fleet import Fleet
 from extproc.telemetry.logs import log
 
 _FILE_POLL_S: Final = 0.3
-_YAML: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's: the event loop waits for it
 _MIN_TTL_S: Final = 1.0
 _MAX_TTL_S: Final = 300.0
 _LIFETIME_S: Final = 3.0
@@ -76,11 +74,8 @@ class FileSource:
         self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
 
     def _parse(self, text: bytes) -> config.EngineLists:
-        try:
-            values = yaml.load(text, Loader=_YAML)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, or no UTF-8
-            raise ConfigError(f"not YAML: {error}") from error
-        if not isinstance(values, dict) or not values:
+        values = configtext.parse_yaml(text)  # its errors show no values: the file may hold keys
+        if not values:
             raise ConfigError("expected `prefill` and `decode` lists")
         try:
             return config.EngineLists(**values)
