@@ -1,4 +1,11 @@
-"""OpenTelemetry traces: the exchange, each prefill attempt, each release. W3C ``traceparent`` in and out.
+"""OpenTelemetry traces: the exchange, each pick and prefill attempt, each release. W3C ``traceparent`` in and out.
+
+::
+
+    extproc exchange            child of what the request's traceparent names
+    ├── pick                    choosing a prefiller, with the wait for a place on one
+    └── prefill                 one call; its traceparent goes to the prefiller
+        └── release             freeing what that call left pinned, whichever replica does it
 
 Nothing of OpenTelemetry is imported unless ``tracing.endpoint`` is set.
 """
@@ -6,22 +13,24 @@ Nothing of OpenTelemetry is imported unless ``tracing.endpoint`` is set.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from extproc import config
 
 Header = tuple[str, bytes]
-_PROPAGATED = ("traceparent", "tracestate")
+_PROPAGATED: Final = ("traceparent", "tracestate")
+_EXPORT_TIMEOUT_S: Final = 2
 
 
 class Span:
     """One span, or nothing at all when tracing is off: every call is then free of effect."""
 
-    __slots__ = ("_span",)
+    __slots__ = ("_api", "_span")
 
-    def __init__(self, span: Any = None) -> None:
+    def __init__(self, span: Any = None, api: Any = None) -> None:
         self._span = span
+        self._api = api
 
     def set(self, **attributes: Any) -> None:
         """Add attributes; those that are None are left out."""
@@ -31,63 +40,65 @@ class Span:
     def fail(self, reason: str) -> None:
         """Mark the span as an error."""
         if self._span is not None:
-            from opentelemetry.trace import StatusCode
-
-            self._span.set_status(StatusCode.ERROR, reason)
+            self._span.set_status(self._api.StatusCode.ERROR, reason)
 
     def end(self) -> None:
         if self._span is not None:
             self._span.end()
 
 
-NO_SPAN = Span()
+NO_SPAN: Final = Span()
 
 
 class Tracing:
     """Makes spans. Without an endpoint it makes none, and passes clients' trace headers on as they are."""
 
     def __init__(self, settings: config.Tracing) -> None:
-        self._tracer: Any = None
-        self._provider: Any = None
+        """Raises ConfigError where the OpenTelemetry SDK is not installed."""
+        self._api: Any = None
         if settings.endpoint:
             self._provider = _provider(settings)
+            # Imported here and not in each call: the first one would hold up the event loop for 100 ms.
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            self._api = trace
+            self._propagator = TraceContextTextMapPropagator()
             self._tracer = self._provider.get_tracer("extproc")
 
     def exchange(self, headers: Sequence[Header]) -> Span:
         """The span of one HTTP request, a child of what its ``traceparent`` names."""
-        if self._tracer is None:
+        if self._api is None:
             return NO_SPAN
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        carrier = {name: value.decode("latin-1") for name, value in headers if name in _PROPAGATED}
-        context = TraceContextTextMapPropagator().extract(carrier)
-        return Span(self._tracer.start_span("extproc exchange", context=context, kind=SpanKind.SERVER))
+        carrier: dict[str, str] = {}
+        for name, value in headers:
+            if name in _PROPAGATED:  # lines of a tracestate belong together; a second traceparent makes both invalid
+                carrier[name] = ",".join(filter(None, (carrier.get(name), value.decode("latin-1"))))
+        context = self._propagator.extract(carrier)
+        return self._started("extproc exchange", context, self._api.SpanKind.SERVER)
 
     def child(self, parent: Span, name: str, *, client: bool = False) -> Span:
         """A span below ``parent``; ``client``: of a call to another server."""
-        if self._tracer is None or parent._span is None:
+        if self._api is None or parent._span is None:
             return NO_SPAN
-        from opentelemetry.trace import SpanKind, set_span_in_context
+        kind = self._api.SpanKind.CLIENT if client else self._api.SpanKind.INTERNAL
+        return self._started(name, self._api.set_span_in_context(parent._span), kind)
 
-        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
-        return Span(self._tracer.start_span(name, context=set_span_in_context(parent._span), kind=kind))
+    def _started(self, name: str, context: Any, kind: Any) -> Span:
+        return Span(self._tracer.start_span(name, context=context, kind=kind), self._api)
 
     def inject(self, span: Span, headers: Sequence[Header]) -> Sequence[Header]:
         """Headers for a call made within ``span``: its ``traceparent`` in place of the client's."""
-        if span._span is None:
+        if self._api is None or span._span is None:
             return headers
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
         carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier, context=set_span_in_context(span._span))
+        self._propagator.inject(carrier, context=self._api.set_span_in_context(span._span))
         kept = [(name, value) for name, value in headers if name not in _PROPAGATED]
-        return [*kept, *((name, value.encode()) for name, value in carrier.items())]
+        return [*kept, *((name, value.encode("latin-1", "replace")) for name, value in carrier.items())]
 
     def shutdown(self) -> None:
         """Send what is left. Blocks for at most a few seconds."""
-        if self._provider is not None:
+        if self._api is not None:
             self._provider.shutdown()
 
 
@@ -107,6 +118,6 @@ def _provider(settings: config.Tracing) -> Any:
     provider = TracerProvider(
         resource=Resource.create(attributes), sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio))
     )
-    exporter = OTLPSpanExporter(endpoint=settings.endpoint, insecure=settings.insecure, timeout=2)
+    exporter = OTLPSpanExporter(endpoint=settings.endpoint, insecure=settings.insecure, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
     return provider
