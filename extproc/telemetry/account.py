@@ -110,6 +110,8 @@ class Account:
         }
         told = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
         self.span.set(**told)
+        if self.status is not None and self.status >= 500:
+            self.span.fail(self._reason or f"status_{self.status}")
         self.span.end()
         self._recent.note(self.request_id, **record)
         log.info("exchange", **record)
