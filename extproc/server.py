@@ -99,10 +99,10 @@ class Server:
         metrics.ready.set_function(lambda: self.why_not_ready() is None)
         self._health = health.aio.HealthServicer()
         await self._set_health(_NOT_SERVING)
-        await stack.enter_async_context(self._grpc_server())
-        if config.admin.listen:
+        if config.admin.listen:  # outside the gRPC server: probes and metrics are answered during the drain, too
             app = admin.application(self.service, self.releases, self.why_not_ready)
             self.admin_port = await stack.enter_async_context(admin.serving(app, config.admin.listen))
+        await stack.enter_async_context(self._grpc_server())
         stack.push_async_callback(self._cancel_background)
         resolver = Resolver(fleet, config.fleet.resolve_s)
         runners: dict[str, Awaitable[None]] = {
@@ -184,6 +184,8 @@ class Server:
         """None when the service takes traffic; else the reason, for people."""
         if self._draining:
             return "draining"
+        if not self.grpc_port:
+            return "starting"
         fleet = self.service.fleet
         if not fleet.ready("decode"):
             return "no decode engine has an address"
