@@ -237,6 +237,8 @@ class Prefiller:
             handoff = engine.connector.handoff(engine, answer.body, call.answering_since or started)
         except UnusableHandoff as error:
             return f"unusable_{error}"
+        if reference := request.span.reference:
+            handoff = replace(handoff, trace=reference)
         return Prefilled(handoff, request_id, time.monotonic() - started)
 
     # ── attempts that nobody waits for any more ───────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from extproc.releaseways import ReleaseWays
     from extproc.telemetry.metrics import Metrics
     from extproc.telemetry.recent import Recent
+    from extproc.telemetry.tracing import Span, Tracing
 
 Result = Literal["released", "refused", "timed_out", "dropped"]
 RESULTS: Final[tuple[Result, ...]] = ("released", "refused", "timed_out", "dropped")
@@ -91,17 +92,21 @@ def ticket_for(handoff: Handoff) -> Ticket | None:
         issued_at=round(time.time() - age, 3),
         lease_s=max(handoff.prefiller.lease_s, TICKET_LIFE_S),
         data=data,
+        trace=handoff.trace,
     )
 
 
 class ReleaseService:
     """Takes tickets, at most once per handoff, and works them off in the background, one task for each."""
 
-    def __init__(self, settings: Release, ways: ReleaseWays, metrics: Metrics, recent: Recent) -> None:
+    def __init__(
+        self, settings: Release, ways: ReleaseWays, metrics: Metrics, recent: Recent, tracing: Tracing
+    ) -> None:
         self._settings = settings
         self._ways = ways
         self._metrics = metrics
         self._recent = recent
+        self._tracing = tracing
         self._tasks: set[asyncio.Task[Result]] = set()
         # Held during a try, not between two: an engine that does not answer must not keep the others' turn.
         self._slots = asyncio.Semaphore(settings.concurrency)
@@ -114,13 +119,14 @@ class ReleaseService:
         if not self._seen.add(ticket):
             return False
         asked_at = time.monotonic()
+        span = self._tracing.resumed(ticket.trace, "release")
         self.accounts.requested += 1
         if self._closed or len(self._tasks) >= self._settings.queue:
-            self._end(ticket, asked_at, "dropped")
+            self._end(ticket, asked_at, span, "dropped")
             return True
         task = asyncio.create_task(self._release(ticket, delay_s), name="release")
         self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._done, ticket, asked_at))
+        task.add_done_callback(functools.partial(self._done, ticket, asked_at, span))
         return True
 
     def leave_to_timer(self, handoff: Handoff) -> None:
@@ -157,12 +163,21 @@ class ReleaseService:
                 log.exception("release failed", connector=ticket.connector)
                 return ReleaseResult.REFUSED
 
-    def _done(self, ticket: Ticket, asked_at: float, task: asyncio.Task[Result]) -> None:
+    def _done(self, ticket: Ticket, asked_at: float, span: Span, task: asyncio.Task[Result]) -> None:
         self._tasks.discard(task)
-        self._end(ticket, asked_at, "dropped" if task.cancelled() else task.result())
+        self._end(ticket, asked_at, span, "dropped" if task.cancelled() else task.result())
 
-    def _end(self, ticket: Ticket, asked_at: float, result: Result) -> None:
+    def _end(self, ticket: Ticket, asked_at: float, span: Span, result: Result) -> None:
         self.accounts.ended[result] += 1
+        span.set(
+            prefiller=ticket.prefiller,
+            connector=ticket.connector,
+            remote_request_id=ticket.request_id,
+            result=result,
+        )
+        if result != "released":
+            span.fail(result)
+        span.end()
         self._metrics.releases.labels(ticket.connector, result).inc()
         seconds = time.monotonic() - asked_at
         self._recent.released(ticket.handoff_id, result, seconds)

@@ -91,7 +91,7 @@ class Server:
         channels = SideChannels()
         stack.push_async_callback(channels.aclose)
         ways = ReleaseWays(config.release, fleet, client, channels)
-        self.releases = ReleaseService(config.release, ways, metrics, recent)
+        self.releases = ReleaseService(config.release, ways, metrics, recent, tracing)
         metrics.releases_pending.set_function(lambda: self.releases.accounts.pending)
         self._endings = Endings(config.release, ticket.signer(config), ways, fleet, self.releases, metrics, recent)
         self._prefiller = Prefiller(config, fleet, client, metrics, self._endings.never_dispatched, tracing)

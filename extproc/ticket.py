@@ -49,6 +49,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """After this many seconds the prefiller has freed the blocks by itself."""
     data: Mapping[str, Any]
     """What the connector needs beside that."""
+    trace: bytes = b""
+    """The span that pinned the blocks (``Span.reference``), so that a release on any replica joins its trace."""
 
     @property
     def handoff_id(self) -> tuple[str, str]:

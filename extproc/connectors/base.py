@@ -43,6 +43,8 @@ class Handoff:
     values: Mapping[str, Any] = field(repr=False)
     made_at: float
     """``time.monotonic()`` of the prefill's answer, from which the lease counts."""
+    trace: bytes = b""
+    """The prefill attempt's span (``Span.reference``), for the release's."""
 
     def expired(self, now: float) -> bool:
         """Whether the prefiller may have recycled the blocks by ``now`` (``time.monotonic()``)."""

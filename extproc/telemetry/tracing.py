@@ -12,6 +12,7 @@ Nothing of OpenTelemetry is imported unless ``tracing.endpoint`` is set.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Header = tuple[str, bytes]
 _PROPAGATED: Final = ("traceparent", "tracestate")
 _EXPORT_TIMEOUT_S: Final = 2
+_REFERENCE: Final = struct.Struct("!16s8sB")
 
 
 class Span:
@@ -45,6 +47,14 @@ class Span:
     def end(self) -> None:
         if self._span is not None:
             self._span.end()
+
+    @property
+    def reference(self) -> bytes:
+        """The span as 25 bytes (trace id, span id, flags) for :meth:`Tracing.resumed`; none where there is no span."""
+        if self._span is None:
+            return b""
+        context = self._span.get_span_context()
+        return _REFERENCE.pack(context.trace_id.to_bytes(16), context.span_id.to_bytes(8), context.trace_flags)
 
 
 NO_SPAN: Final = Span()
@@ -83,6 +93,17 @@ class Tracing:
             return NO_SPAN
         kind = self._api.SpanKind.CLIENT if client else self._api.SpanKind.INTERNAL
         return self._started(name, self._api.set_span_in_context(parent._span), kind)
+
+    def resumed(self, reference: bytes, name: str) -> Span:
+        """A span below one that has ended, maybe in another process. None, where there is no such reference."""
+        if self._api is None or len(reference) != _REFERENCE.size:
+            return NO_SPAN
+        trace_id, span_id, flags = _REFERENCE.unpack(reference)
+        parent = self._api.SpanContext(
+            int.from_bytes(trace_id), int.from_bytes(span_id), is_remote=True, trace_flags=self._api.TraceFlags(flags)
+        )
+        context = self._api.set_span_in_context(self._api.NonRecordingSpan(parent))
+        return self._started(name, context, self._api.SpanKind.INTERNAL)
 
     def _started(self, name: str, context: Any, kind: Any) -> Span:
         return Span(self._tracer.start_span(name, context=context, kind=kind), self._api)

@@ -8,15 +8,19 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+import grpc
 import pytest
 import pytest_asyncio
 
 from extproc import config
 from extproc.errors import ConfigError
+from extproc.pb.envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
+from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+from extproc.server import Server
 from extproc.telemetry.tracing import NO_SPAN, Tracing
 from tests.grpc.stand import JSON, Stand, refused, through
-from tests.support.engines import Answer, RecordedRequest, StubEngine
-from tests.support.gateway import until
+from tests.support.engines import ID_SUFFIX, Answer, RecordedRequest, StubEngine
+from tests.support.gateway import CHAT_BODY, until
 from tests.support.otlp import Collector, ReceivedSpan
 from tests.support.scripted_envoy import ScriptedEnvoy
 
@@ -222,6 +226,106 @@ async def test_callers_that_do_not_sample_are_obeyed(stand: Stand, envoy: Script
     # The decision travels on.
     told = next(filter(None, (request.header("traceparent") for request in stand.prefills)))
     assert (told.split("-")[1], told.split("-")[3]) == (TRACE, "00")
+
+
+async def _released(collector: Collector) -> tuple[ReceivedSpan, ReceivedSpan]:
+    """The only prefill of the trace, and the release that belongs to it."""
+
+    def both(spans: list[ReceivedSpan]) -> bool:
+        return {"prefill", "release"} <= {span.name for span in spans if span.trace_id == TRACE}
+
+    spans = {span.name: span for span in await collector.until(both) if span.trace_id == TRACE}
+    return spans["prefill"], spans["release"]
+
+
+async def test_a_release_is_part_of_the_trace(stand: Stand, envoy: ScriptedEnvoy, collector: Collector) -> None:
+    exchange = await envoy.request("POST", "/v1/chat/completions", TRACED, CHAT_BODY)
+    await exchange.reset()  # before any response: the blocks are still pinned
+    prefill, release = await _released(collector)
+    assert (release.parent_id, release.kind, release.error) == (prefill.span_id, "INTERNAL", None)
+    (prefiller,) = [engine for engine in stand.prefillers if engine.requests]
+    assert release.attributes == {
+        "extproc.prefiller": prefiller.endpoint,
+        "extproc.connector": "nixl",
+        "extproc.remote_request_id": f"chatcmpl-{prefill.attributes['extproc.request_id']}-{ID_SUFFIX}",
+        "extproc.result": "released",
+    }
+    assert release.start >= prefill.end
+
+
+async def test_a_release_that_fails_is_an_error(stand: Stand, envoy: ScriptedEnvoy, collector: Collector) -> None:
+    async def unwilling(_: RecordedRequest) -> Answer:
+        return Answer(401)
+
+    for decoder in stand.decoders:
+        decoder.answer = unwilling  # type: ignore[method-assign]
+    try:
+        exchange = await envoy.request("POST", "/v1/chat/completions", TRACED, CHAT_BODY)
+        await exchange.reset()
+        _, release = await _released(collector)
+    finally:
+        for decoder in stand.decoders:
+            del decoder.answer
+    assert (release.error, release.attributes["extproc.result"]) == ("refused", "refused")
+
+
+async def test_another_replicas_release_is_part_of_the_trace(
+    stand: Stand, envoy: ScriptedEnvoy, collector: Collector
+) -> None:
+    exchange = await envoy.request("POST", "/v1/chat/completions", TRACED, CHAT_BODY)
+    ticket = exchange.dynamic_metadata["extproc"]["ticket"]
+    await exchange.response()
+    await exchange.finish()  # so that this replica has nothing to release
+    (prefill,) = (await trace(collector))["prefill"]
+
+    assert stand.server is not None
+    other = stand.server.config.model_copy(
+        update={"tracing": config.Tracing(endpoint=collector.endpoint, service_name="gateway-8")}
+    )
+    async with Server(other) as server:
+        await _tell(server, ticket)
+        _, release = await _released(collector)
+    assert release.parent_id == prefill.span_id
+    assert (prefill.resource["service.name"], release.resource["service.name"]) == ("gateway-7", "gateway-8")
+
+
+async def _tell(server: Server, ticket: str) -> None:
+    """What Envoy logs of a request whose decoder refused the connection."""
+    entry = HTTPAccessLogEntry()
+    entry.common_properties.response_flags.upstream_connection_failure = True
+    entry.common_properties.metadata.filter_metadata["extproc"].update({"ticket": ticket})
+    message = als_pb2.StreamAccessLogsMessage()
+    message.http_logs.log_entry.append(entry)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stream = als_pb2_grpc.AccessLogServiceStub(channel).StreamAccessLogs()  # type: ignore[no-untyped-call]
+        await stream.write(message)
+        await stream.done_writing()
+        await stream
+
+
+async def test_unsampled_and_untraced_releases_make_no_span(
+    stand: Stand, envoy: ScriptedEnvoy, collector: Collector
+) -> None:
+    for headers in ([*JSON, ("traceparent", f"00-{TRACE[::-1]}-{CALLER}-00")], TRACED):
+        exchange = await envoy.request("POST", "/v1/chat/completions", headers, CHAT_BODY)
+        await exchange.reset()
+    await _released(collector)
+    await collector.until(lambda spans: any(span.name == "extproc exchange" for span in spans))
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    assert len([span for span in collector.spans if span.name == "release"]) == 1
+
+
+async def test_references_are_small_and_strict() -> None:
+    tracing = Tracing(config.Tracing(endpoint="http://127.0.0.1:9", sample_ratio=0))
+    span = tracing.exchange([("traceparent", TRACEPARENT.encode())])
+    reference = span.reference
+    assert (len(reference), reference[:16].hex(), reference[24]) == (25, TRACE, 1)
+    assert tracing.resumed(reference, "release").reference[:16] == reference[:16]
+    for faulty in (b"", reference[:-1], reference + b"\0", b"\0" * 24):
+        assert tracing.resumed(faulty, "release") is NO_SPAN
+    assert Tracing(config.Tracing()).resumed(reference, "release") is NO_SPAN
+    assert NO_SPAN.reference == b""
+    tracing.shutdown()
 
 
 async def test_the_end_of_the_service_sends_what_is_left(collector: Collector) -> None:
