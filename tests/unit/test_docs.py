@@ -1,0 +1,148 @@
+"""docs/: reference pages are current, links lead somewhere, and what the pages name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from prometheus_client import generate_latest
+from pydantic import Field, SecretStr, create_model
+
+from extproc import reference
+from extproc.cli import app
+from extproc.config import Config, Section, build
+from extproc.telemetry.metrics import Metrics
+from tests.support.manifests import RENDERED
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+EXPOSED = generate_latest(Metrics().registry).decode()
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_reference_pages_are_current(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    assert text == reference.PAGES[name](), "run: python -m extproc.reference docs"
+
+
+def test_the_pages_are_written_where_asked(tmp_path: Path) -> None:
+    reference.write(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"configuration.md", "metrics.md"}
+    assert (tmp_path / "metrics.md").read_text() == reference.metrics()
+
+
+def rows(page: str, heading: str = "") -> dict[str, list[str]]:
+    """The cells of the table under a heading, by their first."""
+    _, _, rest = page.partition(f"{heading}\n" if heading else "")
+    table = [line for line in rest.partition("\n#")[0].splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
+    return {row[0].strip("`"): row for row in cells}
+
+
+def test_every_metric_is_in_the_table_with_its_labels() -> None:
+    table = rows(reference.metrics(), "| metric | type | labels | what |")
+    types = dict(re.findall(r"^# TYPE (extproc_\w+) (\w+)$", EXPOSED, re.MULTILINE))
+    types = {name: kind for name, kind in types.items() if not name.endswith("_created")}
+    assert table.keys() == types.keys()
+    assert {name: row[1].replace("info", "gauge") for name, row in table.items()} == types
+    assert table["extproc_picks_total"][2] == "`role`: `prefill`, `decode`"
+    assert table["extproc_queue_seconds"][2] == ""
+    assert all(row[3] for row in table.values())
+
+
+def test_every_key_is_in_the_reference() -> None:
+    page = reference.configuration()
+    assert rows(page, "## `grpc`")["workers"] == [
+        "`workers`",
+        "`1`",
+        "integer ≥ 1, ≤ 64",
+        "Processes; worker i listens on this port + i, and its admin port + i. Caps and queues are each worker's own.",
+        "`EXTPROC_GRPC__WORKERS`",
+    ]
+    assert rows(page, "### `grpc.tls`")["key"][1:3] == ["**required**", "file"]
+    assert rows(page, "### `fleet.prefill[]`, `fleet.decode[]`")["url"][1:] == [
+        "**required**",
+        "URL",
+        "The engine's HTTP address. A name is resolved by the service: Envoy is told addresses.",
+        "",
+    ]
+    for section, model in ((name, field.annotation) for name, field in Config.model_fields.items()):
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
+        assert rows(page, f"## `{section}`").keys() == model.model_fields.keys()
+
+
+def test_kinds_of_values_in_words() -> None:
+    fields = {
+        "choice": (Literal["a", "b"] | None, None),
+        "secret": (SecretStr, ...),
+        "bounded": (Annotated[float, Field(gt=0, le=1 << 30)], 0.5),
+        "many": (list[Annotated[int, Field(ge=1)]], []),
+        "by_role": (dict[Literal["x"], int], {}),
+        "switch": (bool, False),
+    }
+    model = create_model("Model", __base__=Section, **fields)  # type: ignore[call-overload]
+    described = [reference._row(name, field, ["a.b"]) for name, field in model.model_fields.items()]
+    assert [row[:3] for row in described] == [
+        ("`choice`", "`null`", "`a` or `b`, or `null`"),
+        ("`secret`", "**required**", "secret"),
+        ("`bounded`", "`0.5`", "number > 0, ≤ 1073741824"),
+        ("`many`", "`[]`", "list of integer ≥ 1"),
+        ("`by_role`", "`{}`", "mapping of `x` to integer"),
+        ("`switch`", "`false`", "`true` or `false`"),
+    ]
+    assert described[0][4] == "`EXTPROC_A__B__CHOICE`"
+
+
+def test_the_names_of_variables_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = reference.configuration()
+    monkeypatch.setenv(rows(page, "## `prefill`")["timeout_s"][4].strip("`"), "7.5")
+    monkeypatch.setenv(rows(page, "### `prefill.admission`")["queue"][4].strip("`"), "3")
+    monkeypatch.setenv(rows(page, "## `fleet`")["decode"][4].strip("`"), '[{"url": "http://10.0.0.8:8000"}]')
+    config = build({})
+    assert (config.prefill.timeout_s, config.prefill.admission.queue) == (7.5, 3)
+    assert [engine.url for engine in config.fleet.decode] == ["http://10.0.0.8:8000"]
+
+
+# ── what pages refer to ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), target
+        if anchor:
+            assert anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_metrics_that_pages_name_exist(page: Path) -> None:
+    for name, label in re.findall(r"`(extproc_[a-z_]+)(?:\{(\w+))?", page.read_text()):
+        names = (name, f"{name}_total", f"{name}_count")
+        assert any(re.search(rf"^{one}(\{{| )", EXPOSED, re.MULTILINE) for one in names), name
+        if label:
+            assert re.search(rf'^{name}\{{[^}}]*{label}="', EXPOSED, re.MULTILINE), (name, label)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_manifests_and_commands_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text()
+    for directory in re.findall(r"(?:apply|delete|kustomize|diff) -k envoy/([\w/-]+)", text):
+        assert directory in RENDERED, directory
+    for file in re.findall(r"\benvoy/[\w/.-]+\.(?:yaml|json)\b", text):
+        assert (ROOT / file).is_file(), file
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    for command in re.findall(r"^extproc (\w+)", text, re.MULTILINE):
+        assert command in known | {"sim", "demo"}, command
