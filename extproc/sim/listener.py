@@ -102,11 +102,17 @@ class HttpListener:
         date = formatdate(usegmt=True).encode()
         self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
 
-    def refuse(self) -> None:
+    async def refuse(self) -> None:
         """Close the port and idle connections. Requests in progress go on."""
-        if self._server is not None:
-            self._server.close()
+        if (server := self._server) is not None:
             self._server = None
+            loop = asyncio.get_running_loop()
+            if isinstance(loop, asyncio.SelectorEventLoop):
+                # It loses connections that it has accepted and not yet handed on when the server is closed.
+                for listening in server.sockets:
+                    loop.remove_reader(listening.fileno())
+                await asyncio.sleep(0)
+            server.close()
         for connection in list(self._state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is None or cycle.response_complete:
@@ -128,12 +134,12 @@ class HttpListener:
         """Close the port, give requests in progress ``grace_s`` seconds, then reset what is left."""
         if self._clock is not None:
             self._clock.cancel()
-        self.refuse()
+        await self.refuse()
         for transport in list(self._silent):
             _reset(transport)
         if self._state.tasks and grace_s:
             await asyncio.wait(list(self._state.tasks), timeout=grace_s)
-            self.refuse()
+            await self.refuse()
         for connection in list(self._state.connections):
             if not connection.transport.is_closing():
                 _reset(connection.transport)

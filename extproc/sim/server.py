@@ -90,7 +90,7 @@ class SimEngine:
                 raise OSError(error.errno, f"side channel port {self.config.side_channel_port}: {error}") from error
             raise
         if self.failures.has("refuse"):
-            self._api.refuse()
+            await self._api.refuse()
 
     async def stop(self, *, grace_s: float = 2.0) -> None:
         """End everything; requests in progress get an error."""
@@ -132,7 +132,7 @@ class SimEngine:
         """Switch a failure on (see extproc.sim.failures). Raises ValueError."""
         self.failures.add(Failure.of({"mode": mode, **options}))
         if self.failures.has("refuse"):
-            self._api.refuse()
+            await self._api.refuse()
 
     async def heal(self) -> None:
         """Switch all failures off."""
