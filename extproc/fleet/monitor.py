@@ -34,7 +34,8 @@ class Monitor:
     async def run(self) -> None:
         """Follow the fleet for ever."""
         timeout = httpx.Timeout(self._settings.health.timeout_s)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0)
+        # A connection of its own for each: a kept one says nothing of whether an engine still accepts any.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=True) as client:
             try:
                 while True:
