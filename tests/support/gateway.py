@@ -7,7 +7,7 @@
         response = await gateway.post({"model": "m", "prompt": "hi"})
         decode = await gateway.decoders[0].request()
 
-The service runs in the test's own event loop, or as a process (``service="process"``) where a test ends it.
+The service runs in the test's own event loop, or as processes (``service="process"``) where a test ends it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -70,8 +71,17 @@ def _is_release(request: RecordedRequest) -> bool:
     return request.target == COMPLETIONS and _RELEASE_MODEL.encode() in request.body
 
 
+@dataclass(frozen=True)
+class Instance:
+    """One process of the service."""
+
+    process: Process
+    grpc_address: str
+    admin_url: str
+
+
 class Gateway:
-    """Made by :meth:`started`. ``url`` is Envoy's, ``admin_url`` the service's admin port."""
+    """Made by :meth:`started`. ``url`` is Envoy's, ``admin_url`` the admin port of the (first) service."""
 
     def __init__(self) -> None:
         self.prefillers: list[StubEngine] = []
@@ -81,8 +91,8 @@ class Gateway:
         self.grpc_address = ""
         self.server: Server | None = None
         """The service, where it runs inside."""
-        self.process: Process | None = None
-        """The service, where it is a process."""
+        self.instances: list[Instance] = []
+        """The service, where it runs as processes."""
         self.envoy: EnvoyProcess
         self.client: httpx.AsyncClient
         self.directory: Path
@@ -96,6 +106,7 @@ class Gateway:
         prefill: int = 2,
         decode: int = 2,
         service: Literal["inside", "process"] = "inside",
+        instances: int = 1,
         change: Change | None = None,
     ) -> AsyncIterator[Self]:
         """``settings`` is merged over the configuration that fits the engines, section by section."""
@@ -110,7 +121,7 @@ class Gateway:
             if service == "inside":
                 await gateway._start_inside(stack, values)
             else:
-                await gateway._start_process(stack, values)
+                await gateway._start_processes(stack, values, instances)
             await gateway._start_envoy(stack, values, change)
             gateway.client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30, limits=httpx.Limits())
@@ -147,18 +158,20 @@ class Gateway:
         self.grpc_address = f"{HOST}:{self.server.grpc_port}"
         await until(lambda: self.server is not None and self.server.why_not_ready() is None)
 
-    async def _start_process(self, stack: contextlib.AsyncExitStack, values: dict[str, Any]) -> None:
-        self.process, self.grpc_address, self.admin_url = self.service_process("extproc", values)
-        await stack.enter_async_context(self.process)
+    async def _start_processes(self, stack: contextlib.AsyncExitStack, values: dict[str, Any], count: int) -> None:
+        self.instances = [self._instance(f"extproc-{number}", values) for number in range(1, count + 1)]
+        for instance in self.instances:
+            stack.push_async_callback(instance.process.stop)
+        await asyncio.gather(*(instance.process.start() for instance in self.instances))
+        self.grpc_address, self.admin_url = self.instances[0].grpc_address, self.instances[0].admin_url
 
-    def service_process(self, name: str, values: Mapping[str, Any]) -> tuple[Process, str, str]:
-        """``extproc serve`` with these values, not started yet; its gRPC address and admin URL."""
+    def _instance(self, name: str, values: Mapping[str, Any]) -> Instance:
         grpc, admin = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
         file = self.directory / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**values, "grpc": {"listen": grpc}, "admin": {"listen": admin}}))
         command = [sys.executable, "-m", "extproc", "serve", "--config", str(file)]
         log = self.directory / f"{name}.log"
-        return Process(command, log=log, name=name, ready=f"http://{admin}/readyz"), grpc, f"http://{admin}"
+        return Instance(Process(command, log=log, name=name, ready=f"http://{admin}/readyz"), grpc, f"http://{admin}")
 
     async def _start_envoy(
         self, stack: contextlib.AsyncExitStack, values: dict[str, Any], change: Change | None
@@ -166,14 +179,16 @@ class Gateway:
         config = build({**values, "envoy": {**values["envoy"], "extproc": self.grpc_address}})
         bootstrap = await asyncio.to_thread(render, config)  # the first one takes a second or two
         parsed = yaml.safe_load(bootstrap)
-        _patient(parsed)
+        addresses = [instance.grpc_address for instance in self.instances] or [self.grpc_address]
+        _adapt(parsed, addresses)
         if change is not None:
             change(parsed)
         bootstrap = yaml.safe_dump(parsed)
         self.envoy = await stack.enter_async_context(
             envoy_process(bootstrap, directory=self.directory / "envoy", concurrency=1)
         )
-        await self.envoy_sees(self.grpc_address)
+        for address in addresses:
+            await self.envoy_sees(address)
         self.url = f"http://{(await self.envoy.listeners())['gateway']}"
 
     async def envoy_sees(self, address: str, *, healthy: bool = True) -> None:
@@ -300,21 +315,14 @@ def service_cluster(bootstrap: dict[str, Any]) -> dict[str, Any]:
     return next(cluster for cluster in clusters if cluster["name"] == "extproc")
 
 
-def _patient(bootstrap: dict[str, Any]) -> None:
-    """A service on a busy machine must not pass for a dead one."""
-    for check in service_cluster(bootstrap)["health_checks"]:
+def _adapt(bootstrap: dict[str, Any], addresses: Sequence[str]) -> None:
+    """All instances of the service; and one on a busy machine must not pass for a dead one."""
+    cluster = service_cluster(bootstrap)
+    for check in cluster["health_checks"]:
         check["timeout"] = "20s"
-
-
-def add_service_instance(address: str) -> Change:
-    """One more endpoint of the service's cluster."""
-
-    def change(bootstrap: dict[str, Any]) -> None:
-        cluster = service_cluster(bootstrap)
+    endpoints = []
+    for address in addresses:
         host, port = address.rsplit(":", 1)
-        endpoints: Sequence[dict[str, Any]] = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
-        endpoints.append(  # type: ignore[attr-defined]
-            {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
-        )
-
-    return change
+        socket_address = {"address": host, "port_value": int(port)}
+        endpoints.append({"endpoint": {"address": {"socket_address": socket_address}}})
+    cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = endpoints
