@@ -114,7 +114,7 @@ def client(connect: Connect, listener: AbortListener) -> Client:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  # what is watched belongs to another thread
+        while not condition():  # what is watched belongs to another thread
             await asyncio.sleep(0.001)
 
 
