@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _REPLY_S: Final = 2.0
 # Until a decoder whose client is gone has stopped: it notices in some 10 ms, and its engine at the next step.
 _DECODER_STOPS_S: Final = 0.1
+# Of a request's id in the log: anybody may write to the port it comes from.
+_MAX_ID_CHARS: Final = 256
 # Outcomes that no decoder is at work after.
 _NOBODY_READS: Final = (Outcome.DECODE_UNREACHABLE, Outcome.DECODE_REFUSED)
 
@@ -173,7 +175,10 @@ class Endings:
         self._metrics.outcomes.labels(ending.outcome).inc()
         self._metrics.ended(ending.outcome, entry.common_properties)
         if request_id := entry.request.request_id:
-            self._recent.note(request_id, **_timings(entry), outcome=ending.outcome.value, phase=ending.phase)
+            told = {"outcome": ending.outcome.value, "phase": ending.phase, **_timings(entry)}
+            self._recent.note(request_id, **told)
+            write = log.debug if ending.outcome is Outcome.COMPLETED else log.info
+            write("ended", request_id=request_id[:_MAX_ID_CHARS], **told)
         fields = entry.common_properties.metadata.filter_metadata
         if OWN_NAMESPACE not in fields or self._settings.outcomes_from == "stream":
             return

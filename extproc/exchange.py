@@ -284,7 +284,6 @@ class Exchange:
             fallbacks.labels("out_of_bounds").inc()
         else:
             fallbacks.labels("error").inc()
-        log.warning("prefill failed", reasons=failure.reasons)
         if failure.timed_out:
             raise RequestError(504, "prefill_timeout", "No prefill engine answered in time.")
         raise RequestError(503, "prefill_unavailable", "No prefill engine is available.", headers={"retry-after": "1"})

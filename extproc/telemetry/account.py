@@ -110,11 +110,12 @@ class Account:
         }
         told = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
         self.span.set(**told)
-        if self.status is not None and self.status >= 500:
+        failed = self.status is not None and self.status >= 500
+        if failed:
             self.span.fail(self._reason or f"status_{self.status}")
         self.span.end()
         self._recent.note(self.request_id, **record)
-        log.info("exchange", **record)
+        (log.warning if failed else log.info)("exchange", **record)
 
     def _since_start(self, moment: float | None) -> float | None:
         return None if moment is None else round((moment - self._started) * 1000, 1)

@@ -45,7 +45,7 @@ class Stand(Gateway):
             for _ in range(decode):
                 stand.decoders.append(await stack.enter_async_context(Decoder()))
             values = stand._values(settings or {})
-            await (stand._start_process(stack, values) if process else stand._start_inside(stack, values))
+            await (stand._start_processes(stack, values, 1) if process else stand._start_inside(stack, values))
             stand.client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30))
             yield stand
 
