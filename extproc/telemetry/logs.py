@@ -24,7 +24,7 @@ def configure(settings: Log, **constants: Any) -> None:
     level = logging.getLevelName(settings.level.upper())
 
     def with_constants(_logger: Any, _name: str, event: EventDict) -> EventDict:
-        return constants | event
+        return {**constants, **event}
 
     structlog.configure(
         processors=[with_constants, *_described(), *_rendered(settings)],
