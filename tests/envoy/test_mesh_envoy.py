@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -305,3 +306,24 @@ async def test_without_the_envoyfilter_istio_would_neither_prefill_nor_take_long
             engine.respond = lambda _: Answer.json({}, status=503)
         assert (await gateway.post()).status_code == 503
         assert len(gateway.decodes) == 1 + 3  # what patch 2 is for
+
+
+@pytest.mark.parametrize(("listener_limit", "status"), [(False, 413), (True, 200)])
+async def test_the_limit_for_older_proxies_that_the_docs_give(
+    tmp_path: Path, listener_limit: bool, status: int
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/mesh.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(- applyTo: LISTENER\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+    def older(objects: Sequence[Object], *addresses: Any) -> mesh.Json:
+        (envoy_filter,) = [item for item in objects if item["kind"] == "EnvoyFilter"]
+        patches = envoy_filter["spec"]["configPatches"]
+        del patches[1]["patch"]["value"]["request_body_buffer_limit"]
+        if listener_limit:
+            patches += yaml.safe_load(block)
+        return mesh.istio(objects, *addresses)
+
+    async with MeshGateway.behind(Mesh("istio", older), tmp_path) as gateway:
+        response = await gateway.post({"model": "m", "prompt": "x" * 2_000_000}, path="/v1/completions")
+        assert response.status_code == status
+        assert len(gateway.prefills) == (status == 200)

@@ -30,7 +30,7 @@ RENDERED: Final = (
 Object = dict[str, Any]
 
 _CLUSTER_SCOPED: Final = ("Namespace",)
-_KNOWN: Final = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "images", "patches"}
+_KNOWN: Final = set("apiVersion kind namespace labels resources configMapGenerator images patches".split())
 
 
 def documents(file: Path) -> list[Object]:
@@ -57,6 +57,8 @@ def _render(directory: Path) -> list[Object]:
     for item in objects:
         if "namespace" in kustomization and item["kind"] not in _CLUSTER_SCOPED:
             item["metadata"]["namespace"] = kustomization["namespace"]
+        for labels in kustomization.get("labels", []):
+            item["metadata"]["labels"] = {**item["metadata"].get("labels", {}), **labels["pairs"]}
         for image in kustomization.get("images", []):
             _set_image(item, image)
     for patch in kustomization.get("patches", []):

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jsonschema
 import pytest
+import yaml
 from prometheus_client import generate_latest
 from pydantic import Field, SecretStr, create_model
 
@@ -14,7 +16,8 @@ from extproc import reference
 from extproc.cli import app
 from extproc.config import Config, Section, build
 from extproc.telemetry.metrics import Metrics
-from tests.support.manifests import RENDERED
+from tests.support.crds import SCHEMAS
+from tests.support.manifests import RENDERED, validate
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -146,3 +149,14 @@ def test_the_manifests_and_commands_that_pages_name_exist(page: Path) -> None:
     known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     for command in re.findall(r"^extproc (\w+)", text, re.MULTILINE):
         assert command in known | {"sim", "demo"}, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_objects_on_the_pages_are_valid(page: Path) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for value in yaml.safe_load_all(block):
+            if isinstance(value, dict) and "apiVersion" in value:
+                validate(value)
+            elif isinstance(value, list) and "applyTo" in value[0]:
+                spec = SCHEMAS["networking.istio.io/v1alpha3", "EnvoyFilter"]["properties"]["spec"]
+                jsonschema.validate(value, spec["properties"]["configPatches"])

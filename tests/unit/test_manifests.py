@@ -362,3 +362,10 @@ def test_both_meshes_remove_the_same_headers() -> None:
     removed = [mutation["remove"] for mutations in find(envoy_filter, "mutations") for mutation in mutations]
     client = one(render("gateway-api"), "ClientTrafficPolicy", "extproc")["spec"]
     assert client["headers"]["earlyRequestHeaders"]["remove"] == removed
+
+
+@pytest.mark.parametrize("directory", MESHES)
+def test_what_is_ours_can_be_found_and_taken_away_by_its_label(directory: str) -> None:
+    """docs/mesh.md, "How to undo it"."""
+    for item in render(directory):
+        assert item["metadata"]["labels"]["app.kubernetes.io/part-of"] == "extproc"

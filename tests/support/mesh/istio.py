@@ -121,6 +121,12 @@ def _merge_network_filter(resources: Json, match: Json, value: Json) -> bool:
     return bool(resources["listeners"])
 
 
+def _merge_listener(resources: Json, _match: Json, value: Json) -> bool:
+    for listener in resources["listeners"]:
+        merge(listener, copy.deepcopy(value))
+    return bool(resources["listeners"])
+
+
 def _merge_route(resources: Json, match: Json, value: Json) -> bool:
     wanted = match["routeConfiguration"]["vhost"]["route"]["name"]
     found = [
@@ -145,6 +151,7 @@ def _merge_cluster(resources: Json, match: Json, value: Json) -> bool:
 _ISTIO: Final[Mapping[tuple[str, str], Callable[[Json, Json, Json], bool]]] = {
     ("HTTP_FILTER", "INSERT_BEFORE"): _insert_http_filter,
     ("NETWORK_FILTER", "MERGE"): _merge_network_filter,
+    ("LISTENER", "MERGE"): _merge_listener,
     ("HTTP_ROUTE", "MERGE"): _merge_route,
     ("CLUSTER", "MERGE"): _merge_cluster,
 }
