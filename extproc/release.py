@@ -142,6 +142,7 @@ class ReleaseService:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._ways.flush(deadline)
 
     async def _release(self, ticket: Ticket, delay_s: float) -> Result:
         """Try until an engine answers or the time is up."""

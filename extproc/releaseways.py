@@ -26,6 +26,11 @@ _LEARNING_S: Final = 0.25
 # A decoder refuses in some 10 ms. One that takes longer is not waited for alone.
 _SLOW_S: Final = 0.2
 _FOREIGN_HOSTS_TOLD: Final = 100
+# A decoder that has to shake hands with a prefiller before it can tell it anything does so beside its engine's steps,
+# and tells it at the next step: an idle one has none before the next request. A handshake takes some 0.2 s.
+_REMINDERS_S: Final = (0.25, 1.0)
+_ACQUAINTED_S: Final = 60.0
+_MAX_ACQUAINTED: Final = 10_000
 
 AscendMessage = Literal["abort", "done"]
 
@@ -59,6 +64,8 @@ class ReleaseWays:
         self._backoff = Backoff()
         self._ascend_messages: dict[str, AscendMessage] = {}
         self._foreign_hosts: set[str] = set()
+        self._acquainted: dict[tuple[str, str], float] = {}
+        self._reminders: set[asyncio.Task[None]] = set()
         fleet.on_change(self._forget_engines_gone)
 
     def prefiller(self, endpoint: str) -> Engine | None:
@@ -92,18 +99,30 @@ class ReleaseWays:
                 self._channels.forget(address)
                 self._ascend_messages.pop(address, None)
 
-    async def ask_decoders(self, prefiller: str, path: str, body: bytes) -> AsyncGenerator[EngineAnswer]:
+    async def ask_decoders(
+        self, prefiller: str, path: str, body: bytes, *, engine_id: str | None = None
+    ) -> AsyncGenerator[EngineAnswer]:
         """POST to decoders that this prefiller hands over to until the caller has had enough; yields their answers.
 
         The next one is asked when the one before has failed, has not given what the caller wants, or is slow: a
         decoder that hangs may be the reason for the release. Close the iterator to end the calls that still run.
+
+        With the prefiller's ``engine_id``, a decoder that answers is asked again in the background, unless that was
+        done lately: it may never have met this engine.
         """
+
+        async def ask(decoder: Engine) -> EngineAnswer | None:
+            answer = await self._post(decoder, path, body)
+            if answer is not None and engine_id is not None:
+                self._remind(decoder, path, body, engine_id)
+            return answer
+
         decoders = deque(self._decoders_for(prefiller))
         calls: set[asyncio.Task[EngineAnswer | None]] = set()
         try:
             while decoders or calls:
                 if decoders:
-                    calls.add(asyncio.create_task(self._post(decoders.popleft(), path, body), name="release by decode"))
+                    calls.add(asyncio.create_task(ask(decoders.popleft()), name="release by decode"))
                 done, calls = await asyncio.wait(
                     calls, timeout=_SLOW_S if decoders else None, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -114,6 +133,33 @@ class ReleaseWays:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
+
+    def _remind(self, decoder: Engine, path: str, body: bytes, engine_id: str) -> None:
+        pair = decoder.url, engine_id
+        if time.monotonic() < self._acquainted.get(pair, 0.0):
+            return
+
+        async def remind() -> None:
+            asked_at = time.monotonic()
+            for after_s in _REMINDERS_S:
+                await asyncio.sleep(asked_at + after_s - time.monotonic())
+                if await self._post(decoder, path, body) is None:
+                    return
+            if len(self._acquainted) >= _MAX_ACQUAINTED:
+                self._acquainted.clear()
+            self._acquainted[pair] = time.monotonic() + _ACQUAINTED_S
+
+        task = asyncio.create_task(remind(), name="release reminder")
+        self._reminders.add(task)
+        task.add_done_callback(self._reminders.discard)
+
+    async def flush(self, deadline: float) -> None:
+        """Finish by ``deadline`` (``time.monotonic()``) what runs in the background; what is left is dropped."""
+        while self._reminders and (remaining := deadline - time.monotonic()) > 0:
+            await asyncio.wait(set(self._reminders), timeout=remaining)
+        for task in self._reminders:
+            task.cancel()
+        await asyncio.gather(*self._reminders, return_exceptions=True)
 
     def _decoders_for(self, prefiller: str) -> list[Engine]:
         """All that could do it, those first that should answer at once. A draining or full decoder can say no, too."""

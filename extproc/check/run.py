@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import grpc
 import httpx
@@ -36,6 +37,7 @@ async def check(config: Config) -> Findings:
             ways = ReleaseWays(config.release, fleet, http, channels)
             await EngineChecks(fleet, ways, client, findings).run()
             await check_envoy(config, fleet, client, findings)
+            await ways.flush(time.monotonic() + _TIMEOUT_S)
     finally:
         await channels.aclose()
     await _check_service(config, findings)

@@ -64,7 +64,8 @@ class Nixl(Connector):
             return ReleaseResult.RELEASED
         body = _REJECTED % ticket.data["params"].encode()
         result = ReleaseResult.UNREACHABLE
-        async with contextlib.aclosing(ways.ask_decoders(ticket.prefiller, "/v1/completions", body)) as answers:
+        asked = ways.ask_decoders(ticket.prefiller, "/v1/completions", body, engine_id=_engine_id(ticket))
+        async with contextlib.aclosing(asked) as answers:
             async for answer in answers:
                 if _rejected_as_meant(answer):
                     return ReleaseResult.RELEASED
@@ -82,6 +83,15 @@ class Nixl(Connector):
             [address for address in addresses if address], sidechannel.abort_request(ticket.request_id)
         )
         return len(replies) == len(ranks) and all(reply in _NOT_PINNED for reply in replies)
+
+
+def _engine_id(ticket: Ticket) -> str | None:
+    """The prefiller's, as decoders know it. Tickets hold the params as text."""
+    try:
+        engine_id = msgspec.json.decode(ticket.data["params"])["remote_engine_id"]
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return None
+    return engine_id if isinstance(engine_id, str) else None
 
 
 def _ranks(tp_size: object) -> range:

@@ -49,7 +49,7 @@ _RELEASE_ANSWER: Final = Answer.json({"error": {"message": "The model does not e
 
 class Decoder(StubEngine):
     """A recording decoder. Requests that only free blocks (a model no engine has) are answered as vLLM does and kept
-    apart in ``releases``."""
+    apart in ``releases``, without the reminders that follow the first one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__("decode", **options)
@@ -60,7 +60,8 @@ class Decoder(StubEngine):
             await super().record(request)
             return
         async with self._changed:
-            self.releases.append(request)
+            if all(request.body != known.body for known in self.releases):  # no reminder
+                self.releases.append(request)
             self._changed.notify_all()
 
     async def answer(self, request: RecordedRequest) -> Answer:

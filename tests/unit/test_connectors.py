@@ -454,7 +454,10 @@ class Ways:
             return None
         return sidechannel.endpoint(host or prefiller.partition(":")[0], port)
 
-    async def ask_decoders(self, prefiller: str, path: str, body: bytes) -> AsyncGenerator[EngineAnswer]:
+    async def ask_decoders(
+        self, prefiller: str, path: str, body: bytes, *, engine_id: str | None
+    ) -> AsyncGenerator[EngineAnswer]:
+        assert engine_id == NIXL["remote_engine_id"]
         for status, text in self._answers:
             self.asked.append((prefiller, path, body))
             yield EngineAnswer(status, [], text)
