@@ -22,8 +22,11 @@ from extproc.errors import ExtprocError
 # Slow enough to watch, fast enough not to bore: 300 µs a prompt token, 5 ms an answer token.
 _SIM_ARGUMENTS = ("--prefill-us-per-token", "300", "--decode-ms-per-token", "5", "--blocks", "512")
 
-# A probe must not notice the refusing decoder before a request does: the demo shows what Envoy does then.
-_SETTINGS = {"fleet": {"health": {"interval_s": 2.0, "unhealthy_after": 10}}}
+# Neither a probe nor a load report may keep requests from the refusing decoder: the demo shows what Envoy does then.
+_SETTINGS = {
+    "fleet": {"health": {"interval_s": 2.0, "unhealthy_after": 10}},
+    "routing": {"prefill_policy": "round_robin", "decode_policy": "round_robin"},
+}
 
 
 def run(*, once: bool, kind: EngineKind) -> None:

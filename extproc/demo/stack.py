@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import yaml
 
 from extproc.config import Config, build
-from extproc.processes import EnvoyProcess, Process, envoy_process, free_port, plain_http_client
+from extproc.processes import EnvoyProcess, Process, ProcessError, envoy_process, free_port, plain_http_client
 
 HOST = "127.0.0.1"
 EngineKind = Literal["sim", "vllm"]
@@ -71,6 +71,7 @@ class Stack:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        build(self._values({"decode": [{"url": f"http://{HOST}:1"}]}))  # what is wrong is said before anything starts
         async with AsyncExitStack() as stack:
             await self._start_engines(stack)
             await self._start_service(stack)
@@ -114,17 +115,24 @@ class Stack:
         engine = VllmEngine(role, directory=self.directory, name=name)
         return DemoEngine(name, role, engine, engine.url)
 
-    async def _start_service(self, stack: AsyncExitStack) -> None:
-        self._progress("starting the service")
-        self.admin_url = f"http://{HOST}:{(admin := free_port(HOST))}"
+    def _values(self, fleet: Mapping[str, Any], admin: int = 0, grpc: int = 0) -> dict[str, Any]:
+        """The configuration, by section."""
         values: dict[str, Any] = {
-            "grpc": {"listen": f"{HOST}:{(grpc := free_port(HOST))}"},
+            "grpc": {"listen": f"{HOST}:{grpc}"},
             "admin": {"listen": f"{HOST}:{admin}"},
-            "fleet": {role: [e.entry() for e in self.engines if e.role == role] for role in ("prefill", "decode")},
+            "fleet": fleet,
             "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0", "extproc": f"{HOST}:{grpc}"},
         }
         for section, keys in self._settings.items():
             values[section] = {**values.get(section, {}), **keys}
+        return values
+
+    async def _start_service(self, stack: AsyncExitStack) -> None:
+        self._progress("starting the service")
+        admin, grpc = free_port(HOST), free_port(HOST)
+        self.admin_url = f"http://{HOST}:{admin}"
+        fleet = {role: [e.entry() for e in self.engines if e.role == role] for role in ("prefill", "decode")}
+        values = self._values(fleet, admin, grpc)
         self.config: Config = build(values)
         self.config_file = self.directory / "extproc.yaml"
         self.config_file.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -140,7 +148,10 @@ class Stack:
         self._progress("starting Envoy")
         self.envoy: EnvoyProcess = envoy_process(render(self.config), directory=self.directory / "envoy")
         await stack.enter_async_context(self.envoy)
-        await self.service_seen_by_envoy()
+        try:
+            await self.service_seen_by_envoy()
+        except TimeoutError:
+            raise ProcessError(f"Envoy finds no healthy service at {self.config.envoy.extproc}") from None
         listeners = await self.envoy.listeners()
         self.url = f"http://{next(iter(listeners.values()))}"
 
