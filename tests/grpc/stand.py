@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -29,7 +29,7 @@ ASKS: Final = (
 
 
 class Stand(Gateway):
-    """A gateway without Envoy. ``asked`` is the ScriptedEnvoy that tests use by default."""
+    """A gateway without Envoy."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -46,7 +46,11 @@ class Stand(Gateway):
                 stand.decoders.append(await stack.enter_async_context(Decoder()))
             values = stand._values(settings or {})
             await (stand._start_processes(stack, values, 1) if process else stand._start_inside(stack, values))
-            stand.client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30))
+            # A kept connection may be closed by the other side just when it is used again.
+            limits = httpx.Limits(max_keepalive_connections=0)
+            stand.client = await stack.enter_async_context(
+                httpx.AsyncClient(trust_env=False, timeout=30, limits=limits)
+            )
             yield stand
 
     @contextlib.asynccontextmanager
@@ -113,6 +117,3 @@ def handed_over(body: bytes, params: bytes) -> bytes:
     assert body.rstrip().endswith(b"}")
     end = body.rindex(b"}")
     return body[:end].rstrip() + b',"kv_transfer_params":' + params + body[len(body[:end].rstrip()) :]
-
-
-Fields = Mapping[str, Any]
