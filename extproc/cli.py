@@ -41,14 +41,19 @@ def _root(
 def serve(
     config: ConfigOption,
     worker: Annotated[int | None, typer.Option(hidden=True, help="Run this one of `grpc.workers` alone.")] = None,
+    supervisor_pid: Annotated[
+        int | None, typer.Option("--supervisor", hidden=True, help="End when this process does.")
+    ] = None,
 ) -> None:
     """Run the service that Envoy calls."""
     from extproc import server, supervisor
     from extproc.config import load
 
     settings = load(config)
+    if supervisor_pid is not None:
+        supervisor.end_with(supervisor_pid)
     if worker is not None:
-        server.run(supervisor.for_worker(settings, worker))
+        server.run(supervisor.for_worker(settings, worker), worker=worker)
     elif settings.grpc.workers > 1:
         supervisor.run(settings, config)
     else:

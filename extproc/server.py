@@ -232,10 +232,10 @@ async def serve(config: Config) -> None:
     log.info("stopped")
 
 
-def run(config: Config) -> None:
-    """The whole life of a process, on uvloop."""
+def run(config: Config, *, worker: int | None = None) -> None:
+    """The whole life of a process, on uvloop. ``worker`` is its number where there are several."""
     import uvloop
 
-    logs.configure(config.log)
+    logs.configure(config.log, worker=worker)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
