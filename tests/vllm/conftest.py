@@ -10,13 +10,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from extproc.demo.vllm.install import find
 from extproc.demo.vllm.launch import VllmEngine, running
 from extproc.errors import ConfigError
+from tests.vllm.gateway import VllmGateway
 from tests.vllm.two_step import freed, introduce
 
 HERE = Path(__file__).parent
+# Engines meet only once, and are killed only once.
+_ORDER = {"test_first_contact.py": -1, "test_killed_prefiller.py": 1}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,8 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             # A first test's setup starts engines: half a minute on two idle cores, minutes on busy ones.
             item.add_marker(pytest.mark.timeout(900))
-    # Engines meet only once.
-    items.sort(key=lambda item: item.path != HERE / "test_first_contact.py")
+    items.sort(key=lambda item: _ORDER.get(item.path.name, 0))
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ async def _unharmed(*engines: VllmEngine) -> None:
         for engine in engines:
             assert engine.running, f"{engine.name} died:\n{engine.tail()}"
             assert (await client.get(f"{engine.url}/health")).status_code == 200
-            await freed(engine)
+            await freed(engine, timeout_s=5)
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +73,14 @@ def _pair(vllm_directory: Path) -> Iterator[Pair]:
     prefill = VllmEngine("prefill", directory=vllm_directory)
     decode = VllmEngine("decode", directory=vllm_directory, load_failure_policy="recompute")
     with _started(prefill, decode):
-        asyncio.run(introduce(prefill, decode))
         yield Pair(prefill, decode)
+
+
+@pytest.fixture(scope="session")
+def _acquainted(_pair: Pair) -> Pair:
+    """The pair has shaken hands."""
+    asyncio.run(introduce(_pair.prefill, _pair.decode))
+    return _pair
 
 
 @pytest.fixture(scope="session")
@@ -88,10 +97,29 @@ def _abortable(vllm_directory: Path) -> Iterator[VllmEngine]:
 
 
 @pytest.fixture
-async def pair(_pair: Pair) -> AsyncIterator[Pair]:
+async def pair(_acquainted: Pair) -> AsyncIterator[Pair]:
     """A stock prefiller and a stock decoder, which prefills itself what it cannot get. Checked after each test."""
-    yield _pair
-    await _unharmed(_pair.prefill, _pair.decode)
+    yield _acquainted
+    await _unharmed(_acquainted.prefill, _acquainted.decode)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _gateway(_acquainted: Pair) -> AsyncIterator[VllmGateway]:
+    async with VllmGateway.started(_acquainted.prefill, _acquainted.decode) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateway(_gateway: VllmGateway) -> AsyncIterator[VllmGateway]:
+    """Envoy and service before that pair. Afterwards nothing may be left in the service, nothing pinned in an engine.
+
+    Its tests run in the session's loop: ``pytest.mark.asyncio(loop_scope="session")``.
+    """
+    _gateway.mark()
+    yield _gateway
+    await _gateway.close_requests()
+    await _gateway.settled()
+    await _unharmed(_gateway.prefill, _gateway.decode)
 
 
 @pytest.fixture
