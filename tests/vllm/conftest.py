@@ -69,7 +69,8 @@ def vllm_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _pair(vllm_directory: Path) -> Iterator[Pair]:
+def new_pair(vllm_directory: Path) -> Iterator[Pair]:
+    """A pair that has not shaken hands, unless a test did that before."""
     prefill = VllmEngine("prefill", directory=vllm_directory)
     decode = VllmEngine("decode", directory=vllm_directory, load_failure_policy="recompute")
     with _started(prefill, decode):
@@ -77,10 +78,10 @@ def _pair(vllm_directory: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="session")
-def _acquainted(_pair: Pair) -> Pair:
+def acquainted(new_pair: Pair) -> Pair:
     """The pair has shaken hands."""
-    asyncio.run(introduce(_pair.prefill, _pair.decode))
-    return _pair
+    asyncio.run(introduce(new_pair.prefill, new_pair.decode))
+    return new_pair
 
 
 @pytest.fixture(scope="session")
@@ -97,15 +98,15 @@ def _abortable(vllm_directory: Path) -> Iterator[VllmEngine]:
 
 
 @pytest.fixture
-async def pair(_acquainted: Pair) -> AsyncIterator[Pair]:
+async def pair(acquainted: Pair) -> AsyncIterator[Pair]:
     """A stock prefiller and a stock decoder, which prefills itself what it cannot get. Checked after each test."""
-    yield _acquainted
-    await _unharmed(_acquainted.prefill, _acquainted.decode)
+    yield acquainted
+    await _unharmed(acquainted.prefill, acquainted.decode)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def _gateway(_acquainted: Pair) -> AsyncIterator[VllmGateway]:
-    async with VllmGateway.started(_acquainted.prefill, _acquainted.decode) as gateway:
+async def _gateway(acquainted: Pair) -> AsyncIterator[VllmGateway]:
+    async with VllmGateway.started(acquainted.prefill, acquainted.decode) as gateway:
         yield gateway
 
 

@@ -1,4 +1,4 @@
-"""Clients that none of us wrote: the official ``openai`` package and vLLM's own benchmark, run by the engines' Python."""
+"""Clients that none of us wrote, run by the engines' Python: the ``openai`` package and vLLM's own benchmark."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from tests.vllm.two_step import CHAT, COMPLETIONS, chat, completion, freed, post
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_service_has_the_blocks_freed_all_the_same(_pair: Pair) -> None:
+async def test_the_service_has_the_blocks_freed_all_the_same(new_pair: Pair) -> None:
     """It reminds a decoder that may never have met the prefiller, without waiting for another request."""
     async with (
-        Gate(_pair.decode) as gate,
-        VllmGateway.started(_pair.prefill, _pair.decode, decode_urls=[gate.url]) as gateway,
+        Gate(new_pair.decode) as gate,
+        VllmGateway.started(new_pair.prefill, new_pair.decode, decode_urls=[gate.url]) as gateway,
     ):
         with gateway.at_dispatch(lambda _: gate.shut()):
             answer = await gateway.post(CHAT, chat(words(200, 12)))
@@ -29,7 +29,7 @@ async def test_the_service_has_the_blocks_freed_all_the_same(_pair: Pair) -> Non
         await gate.open()
         await until(lambda: gateway.accounts.pending == 0)
         # The reminders come after 0.25 s and 1 s; a handshake takes 0.2 s where the machine is not busy.
-        assert await freed(_pair.prefill, timeout_s=10) < 5
+        assert await freed(new_pair.prefill, timeout_s=10) < 5
         assert gateway.counted("extproc_releases_total") == {"released": 1}
         assert await gateway.transfers() == 0
 

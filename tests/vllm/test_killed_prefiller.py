@@ -1,4 +1,4 @@
-"""The prefiller is killed after its answer: what the decoder's policy for lost KV makes of it. Last, as it ends engines."""
+"""The prefiller is killed after its answer: what the decoder's policy makes of it. Last, as it ends engines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NOTICED_WITHIN_S = 15.0
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def other_pair(_acquainted: Pair, vllm_directory: Path) -> AsyncIterator[Pair]:
+async def other_pair(acquainted: Pair, vllm_directory: Path) -> AsyncIterator[Pair]:
     """A pair of its own whose decoder fails what it cannot read; the session's is stopped, for room."""
-    await _acquainted.prefill.stop()
-    await _acquainted.decode.stop()
+    await acquainted.prefill.stop()
+    await acquainted.decode.stop()
     prefill = VllmEngine("prefill", name="prefill-killed", directory=vllm_directory)
     decode = VllmEngine("decode", name="decode-fail", directory=vllm_directory, load_failure_policy="fail")
     async with running(prefill, decode):
@@ -33,8 +33,8 @@ async def other_pair(_acquainted: Pair, vllm_directory: Path) -> AsyncIterator[P
         yield Pair(prefill, decode)
 
 
-async def test_recompute_answers_as_if_nothing_had_happened(_acquainted: Pair) -> None:
-    prefill, decode = _acquainted.prefill, _acquainted.decode
+async def test_recompute_answers_as_if_nothing_had_happened(acquainted: Pair) -> None:
+    prefill, decode = acquainted.prefill, acquainted.decode
     body = chat(words(120, 700))
     alone = text_of(await post(prefill, CHAT, body))
     async with VllmGateway.started(prefill, decode) as gateway:
