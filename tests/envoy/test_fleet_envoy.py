@@ -34,8 +34,8 @@ from tests.support.simulated import Replica, until
 pytestmark = pytest.mark.envoy
 
 HOST: Final = "127.0.0.1"
-RATE: Final = 20.0
-"""Requests per second."""
+RATE: Final = 10.0
+"""Requests per second, where nothing else is said."""
 
 
 # ---- load ----
@@ -274,7 +274,7 @@ class Site:
 
 def told(text: str) -> None:
     """For whoever runs the tests with ``-s``, and in the report of one that fails."""
-    print(f"\n{text}", end="")
+    print(f"\n{text}")
 
 
 # ---- Envoy follows the fleet ----
@@ -363,7 +363,7 @@ async def test_O16_engines_at_ipv6_addresses() -> None:
 async def test_every_engine_is_replaced_one_by_one_and_no_request_is_lost() -> None:
     old = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
     started = time.monotonic()
-    async with Site.started(*old) as site, Load(site.url) as load:
+    async with Site.started(*old) as site, Load(site.url, rate=20) as load:
         await load.further(10)
         for name in old:
             new = f"{name}-new"
@@ -404,15 +404,15 @@ async def fails_and_returns(site: Site, load: Load, fail: Callable[[SimEngine], 
 
 async def test_a_prefiller_that_accepts_and_never_answers() -> None:
     async with (
-        Site.started("prefill-1", "prefill-2", "decode-1", prefill={"timeout_s": 0.5, "attempts": 2}) as site,
+        Site.started("prefill-1", "prefill-2", "decode-1", prefill={"timeout_s": 1.0, "attempts": 2}) as site,
         Load(site.url) as load,
     ):
         out, back = await fails_and_returns(site, load, lambda engine: engine.fail("hang"))
     assert load.lost == []
     told(f"hanging prefiller: {len(load.sent)} requests, 0 lost; ejected after {out:.2f} s, back after {back:.2f} s")
-    # Three requests, one every 0.1 s, each of which hangs for 0.5 s; trials every 0.5 s, 1 s, 2 s.
-    assert 0.5 <= out < 2.5
-    assert back < 4.5
+    # Three requests, one every 0.2 s, hang for a second each. Trials come 0.5 s, 1 s, 2 s … after the failure before.
+    assert 1.0 <= out < 4.0
+    assert back < 6.0
 
 
 async def test_a_prefiller_that_answers_500() -> None:
@@ -420,7 +420,7 @@ async def test_a_prefiller_that_answers_500() -> None:
         out, back = await fails_and_returns(site, load, lambda engine: engine.fail("500"))
     assert load.lost == []
     told(f"prefiller with 500: {len(load.sent)} requests, 0 lost; ejected after {out:.2f} s, back after {back:.2f} s")
-    assert out < 1.5
+    assert out < 2.0
     assert back < 4.5
 
 
@@ -439,8 +439,8 @@ async def test_a_prefiller_whose_process_dies_and_comes_back() -> None:
         await until(lambda: site.served("prefill-1") > before)
     assert load.lost == []
     told(f"dead prefiller: {len(load.sent)} requests, 0 lost; left alone after {out:.2f} s, back after {back:.2f} s")
-    assert out < 1.5
-    assert back < 1.5
+    assert out < 2.0
+    assert back < 2.0
 
 
 async def test_a_prefiller_that_flaps() -> None:
@@ -448,14 +448,14 @@ async def test_a_prefiller_that_flaps() -> None:
         await load.further(10)
         engine = site.engines["prefill-1"]
         seen: Counter[str] = Counter()
-        for _ in range(4):
+        for _ in range(3):
             await engine.fail("500")
             before = len(load.sent)
-            await until(lambda before=before: len(load.sent) >= before + 10)
+            await until(lambda before=before: len(load.sent) >= before + 8)
             seen[site.state("prefill-1")] += 1
             await engine.heal()
             before = len(load.sent)
-            await until(lambda before=before: len(load.sent) >= before + 10)
+            await until(lambda before=before: len(load.sent) >= before + 8)
         back = await site.reaches("prefill-1", "ready")
         before = site.served("prefill-1")
         await until(lambda: site.served("prefill-1") > before)
