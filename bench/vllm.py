@@ -1,6 +1,6 @@
 """Real engines: time to the first token through each contender, by vLLM's own benchmark, on one pair.
 
-``python -m bench.vllm`` needs ``make vllm``. Contenders take turns, round after round, on the same prefiller and decoder;
+``python -m bench.vllm`` needs ``make vllm``. Contenders take turns on the same pair, round after round;
 a transfer is counted for each request whose KV the decoder really read.
 """
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 import pytest_asyncio
 
 from extproc.demo.vllm.install import find
 from extproc.demo.vllm.launch import VllmEngine, running
 from extproc.errors import ConfigError
+from extproc.processes import plain_http_client
 from tests.vllm.gateway import VllmGateway
 from tests.vllm.two_step import freed, introduce
 
@@ -51,7 +51,7 @@ def _started(*engines: VllmEngine) -> Iterator[None]:
 
 async def _unharmed(*engines: VllmEngine) -> None:
     """Alive, answering, with no block in use: no test may hide what it left behind."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with plain_http_client(timeout_s=60.0) as client:
         for engine in engines:
             assert engine.running, f"{engine.name} died:\n{engine.tail()}"
             assert (await client.get(f"{engine.url}/health")).status_code == 200

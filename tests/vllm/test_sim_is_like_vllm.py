@@ -13,6 +13,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from extproc.processes import plain_http_client
 from extproc.sim.config import SimConfig
 from extproc.sim.server import SimEngine
 from tests.vllm.conftest import Pair
@@ -155,7 +156,7 @@ def _without(*keys: str) -> Callable[[Body], Body]:
     return lambda params: {key: value for key, value in params.items() if key not in keys}
 
 
-STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
+STREAM: Final[Body] = {"stream": True, "stream_options": {"include_usage": True}}
 Sequence = Callable[[Side], Awaitable[list[Seen]]]
 
 
@@ -229,7 +230,7 @@ async def sides(pair: Pair) -> AsyncIterator[tuple[Side, Side]]:
     async with (
         SimEngine(SimConfig(role="prefill", **options)) as prefill,
         SimEngine(SimConfig(role="decode", load_failure_policy="recompute", **options)) as decode,
-        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+        plain_http_client(timeout_s=120.0) as client,
     ):
 
         async def used() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from extproc.demo.vllm.launch import MODEL_NAME, VllmEngine
+from extproc.processes import plain_http_client
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = (
@@ -42,7 +43,7 @@ def prefill_leg(body: Body) -> Body:
 
 
 async def post(engine: VllmEngine, path: str, body: Body, headers: dict[str, str] | None = None) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with plain_http_client(timeout_s=120.0) as client:
         return await client.post(engine.url + path, json=body, headers=headers)
 
 

@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import extproc
 from extproc.demo.vllm.install import HERE, Installation, find, offline
-from extproc.processes import Process, free_port
+from extproc.processes import Process, free_port, plain_http_client
 
 Role = Literal["prefill", "decode", "plain"]
 LoadFailurePolicy = Literal["fail", "recompute"]
@@ -119,9 +118,11 @@ class VllmEngine(Process):
 
     async def metric(self, name: str) -> float:
         """The value that ``/metrics`` gives for a sample of this name, summed over its labels; 0 if there is none."""
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        async with plain_http_client(timeout_s=60.0) as client:
             text = (await client.get(f"{self.url}/metrics")).raise_for_status().text
-        families = text_string_to_metric_families(text)
+        # Only the lines looked for are parsed: there are many hundred, and tests ask again and again.
+        lines = "\n".join(line for line in text.splitlines() if line.startswith(name))
+        families = text_string_to_metric_families(lines + "\n")
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     async def pinned_blocks(self) -> int:
