@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
@@ -82,27 +82,49 @@ async def two_step(prefill_url: str, decode_url: str) -> AsyncIterator[int]:
             await runner.cleanup()
 
 
-async def measure(port: int, directory: Path, *, prompts: int, rate: float, seed: int) -> dict[str, Any]:
-    """One run of vLLM's benchmark. Returns what it saves."""
-    file = directory / f"{port}-{seed}.json"
-    command = [str(find().python), str(HERE / "benchmark.py"), "--backend", "openai-chat"]
-    command += ["--endpoint", "/v1/chat/completions", "--host", HOST, "--port", str(port)]
-    command += ["--model", MODEL_NAME, "--served-model-name", MODEL_NAME, "--tokenizer", str(find().model)]
-    command += ["--dataset-name", "random", "--random-input-len", "400", "--random-output-len", "20", "--ignore-eos"]
-    command += ["--num-prompts", str(prompts), "--request-rate", str(rate), "--burstiness", "100"]
-    command += ["--seed", str(seed), "--save-result", "--disable-tqdm"]
-    command += ["--result-dir", str(directory), "--result-filename", file.name]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | offline() | {"NO_PROXY": "*"},
-    )
-    _, errors = await process.communicate()
-    if process.returncode != 0:
-        raise RuntimeError(errors.decode()[-2000:])
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return result
+class Client:
+    """vLLM's benchmark, imported once for all runs."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls, directory: Path) -> AsyncIterator[Self]:
+        with (directory / "benchmark.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(str(find().python), str(HERE / "benchmark.py"), "-"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=os.environ | offline() | {"NO_PROXY": "*"},
+            )
+            try:
+                yield cls(process, directory)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    async def measure(self, port: int, *, prompts: int, rate: float, seed: int) -> dict[str, Any]:
+        """One run. Returns what the benchmark saves. Raises RuntimeError where it fails."""
+        file = self._directory / f"{port}-{seed}.json"
+        command = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+        command += ["--host", HOST, "--port", str(port)]
+        command += ["--model", MODEL_NAME, "--served-model-name", MODEL_NAME, "--tokenizer", str(find().model)]
+        command += ["--dataset-name", "random", "--random-input-len", "400", "--random-output-len", "20"]
+        command += ["--num-prompts", str(prompts), "--request-rate", str(rate), "--burstiness", "100"]
+        command += ["--seed", str(seed), "--ignore-eos", "--save-result", "--disable-tqdm"]
+        command += ["--result-dir", str(self._directory), "--result-filename", file.name]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        async for line in self._process.stdout:
+            if line == b"done\n":
+                result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                return result
+        raise RuntimeError((self._directory / "benchmark.log").read_text(errors="replace")[-2000:])
 
 
 async def bench(names: list[str], *, prompts: int, rounds: int, rate: float) -> dict[str, Cell]:
@@ -113,6 +135,7 @@ async def bench(names: list[str], *, prompts: int, rounds: int, rate: float) -> 
         prefill = VllmEngine("prefill", directory=directory)
         decode = VllmEngine("decode", directory=directory, load_failure_policy="recompute")
         await stack.enter_async_context(running(prefill, decode))
+        client = await stack.enter_async_context(Client.started(directory))
         ports: dict[str, int] = {}
         for name in names:
             if name == "decoder alone":
@@ -125,13 +148,13 @@ async def bench(names: list[str], *, prompts: int, rounds: int, rate: float) -> 
                 )
                 ports[name] = started.port
         for name in names:  # handshakes, imports
-            await measure(ports[name], directory, prompts=4, rate=rate, seed=900 + names.index(name))
+            await client.measure(ports[name], prompts=4, rate=rate, seed=900 + names.index(name))
         for number in range(rounds):
             for index, name in enumerate(names):
                 before = await decode.metric(TRANSFERS)
                 # Prompts that no engine has seen.
                 seed = 1000 + number * len(names) + index
-                result = await measure(ports[name], directory, prompts=prompts, rate=rate, seed=seed)
+                result = await client.measure(ports[name], prompts=prompts, rate=rate, seed=seed)
                 cell = cells[name]
                 cell.ttft_ms.append(result["median_ttft_ms"])
                 cell.tpot_ms.append(result["median_tpot_ms"])
