@@ -57,19 +57,22 @@ HANDOFF_BYTES = 960 * 1024
 _TIMEOUT_MARGIN_S = 15.0
 
 
-def render(config: Config) -> str:
-    """The bootstrap as YAML that ``envoy -c`` takes, with comments. Raises ConfigError for what it cannot express."""
-    values = _names_first(bootstrap(config).to_dict(casing=betterproto2.Casing.SNAKE))
+def render(config: Config, *, eds: bool = False) -> str:
+    """The bootstrap as YAML that ``envoy -c`` takes, with comments. Raises ConfigError for what it cannot express.
+
+    ``eds``: Envoy is told the decoders by the service even where the configuration lists them all.
+    """
+    values = _names_first(bootstrap(config, eds=eds).to_dict(casing=betterproto2.Casing.SNAKE))
     return HEADER + annotate(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120), COMMENTS)
 
 
-def bootstrap(config: Config) -> Bootstrap:
+def bootstrap(config: Config, *, eds: bool = False) -> Bootstrap:
     """The same as Envoy's own type."""
     return Bootstrap(
         node=core.Node(id="extproc-gateway", cluster="extproc-gateway"),
         static_resources=BootstrapStaticResources(
             listeners=[_listener(config)],
-            clusters=[decode_cluster(config), service_cluster(config)],
+            clusters=[decode_cluster(config, eds=eds), service_cluster(config)],
         ),
         admin=_admin(config.envoy.admin) if config.envoy.admin else None,
         overload_manager=_connection_limit(room(config)),

@@ -42,8 +42,9 @@ _HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TLS_MARK: Final = "envoy.transport_socket_match"
 
 
-def decode_cluster(config: Config) -> cluster.Cluster:
-    """The decoders: those that the configuration lists, or, where it has them discovered, those that the service tells.
+def decode_cluster(config: Config, *, eds: bool = False) -> cluster.Cluster:
+    """The decoders: those that the configuration lists; or, where it has them discovered or with ``eds``, those that
+    the service tells.
 
     Raises ConfigError for discovered decoders that speak https: which name to expect is not known beforehand.
     """
@@ -62,7 +63,7 @@ def decode_cluster(config: Config) -> cluster.Cluster:
     )
     return cluster.Cluster(
         name=DECODE,
-        **(_told_by_the_service(config) if _discovered(config) else _listed(config)),
+        **(_told_by_the_service(config) if eds or _discovered(config) else _listed(config)),
         connect_timeout=timedelta(seconds=1),
         circuit_breakers=_breakers(room(config)),
         typed_extension_protocol_options={_HTTP_OPTIONS: AnyMessage.pack(http)},

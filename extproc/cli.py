@@ -61,12 +61,17 @@ def serve(
 
 
 @app.command()
-def envoy(config: ConfigOption) -> None:
+def envoy(
+    config: ConfigOption,
+    eds: Annotated[
+        bool, typer.Option("--eds", help="Have the service tell Envoy its decoders, also those that are listed.")
+    ] = False,
+) -> None:
     """Print an Envoy bootstrap that fits this configuration."""
     from extproc.bootstrap import render
     from extproc.config import load
 
-    typer.echo(render(load(config)), nl=False)
+    typer.echo(render(load(config), eds=eds), nl=False)
 
 
 @app.command()

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from extproc import classify, openai, replies
+from extproc import classify, cli, openai, replies
 from extproc.bootstrap import CLIENT_HEADERS_REMOVED, HANDOFF_BYTES, render
 from extproc.bootstrap_comments import COMMENTS, annotate
 from extproc.config import Config, build
@@ -235,6 +236,19 @@ def test_discovered_decoders_are_asked_of_the_service() -> None:
     # Each worker has a port of its own, and its own limits.
     assert hosts(service) == [("10.0.0.3", 9002), ("10.0.0.3", 9003), ("10.0.0.3", 9004)]
     assert service["circuit_breakers"]["thresholds"][0]["max_requests"] == 600
+
+
+def test_listed_decoders_may_be_asked_of_the_service_too(tmp_path: Path) -> None:
+    """Then one that drains, or that probes find dead, is one for Envoy as well."""
+    file = tmp_path / "extproc.yaml"
+    file.write_text(yaml.safe_dump(CONFIGURATIONS["one IPv4 decoder"]))
+    result = CliRunner().invoke(cli.app, ["envoy", "--config", str(file), "--eds"])
+    assert result.exit_code == 0
+    listed, told = printed("one IPv4 decoder"), yaml.safe_load(result.stdout)
+    assert (cluster(listed, "decode")["type"], cluster(told, "decode")["type"]) == ("STATIC", "EDS")
+    source = cluster(told, "decode")["eds_cluster_config"]["eds_config"]
+    assert (source["resource_api_version"], source["api_config_source"]["transport_api_version"]) == ("V3", "V3")
+    assert source["initial_fetch_timeout"] == "5s"
 
 
 def test_discovered_decoders_cannot_be_https() -> None:
