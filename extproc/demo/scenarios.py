@@ -15,6 +15,8 @@ import httpx
 from extproc.demo.stack import DemoEngine, Stack
 
 _QUESTION = "What is the difference between prefill and decode when a language model answers? " * 6
+# As long a prompt as the engines take.
+_LONG = {"sim": "word " * 1500, "vllm": "word " * 480}
 _FREED_WITHIN_S = 5.0
 _TRIES = 8
 
@@ -151,7 +153,7 @@ async def refusing_decoder(stack: Stack, client: httpx.AsyncClient) -> Shown:
 async def hang_up(stack: Stack, client: httpx.AsyncClient) -> Shown:
     """The client leaves while its long prompt is being prefilled: no KV block may stay behind."""
     request_id = _id()
-    body = _chat("word " * 1500, stream=True)
+    body = _chat(_LONG[stack.kind], stream=True)
     call = asyncio.create_task(_post(client, stack.url, "/v1/chat/completions", body, request_id))
     prefillers = [engine for engine in stack.engines if engine.role == "prefill"]
     await _until(lambda: _any_in_use(stack, prefillers), "the prefill never started")

@@ -112,7 +112,8 @@ class Stack:
     def _real(self, name: str, role: Role) -> DemoEngine:
         from extproc.demo.vllm.launch import VllmEngine
 
-        engine = VllmEngine(role, directory=self.directory, name=name)
+        # In small steps, so that a prefill takes long enough to be seen.
+        engine = VllmEngine(role, directory=self.directory, name=name, arguments=("--max-num-batched-tokens", "64"))
         return DemoEngine(name, role, engine, engine.url)
 
     def _values(self, fleet: Mapping[str, Any], admin: int = 0, grpc: int = 0) -> dict[str, Any]:
