@@ -37,10 +37,14 @@ def run(*, once: bool, kind: EngineKind) -> None:
         sys.exit(asyncio.run(_demo(console, once=once, kind=kind)))
     except KeyboardInterrupt:
         sys.exit(130)
+    except asyncio.CancelledError:
+        sys.exit(143)
 
 
 async def _demo(console: Console, *, once: bool, kind: EngineKind) -> int:
     engines = 2 if kind == "sim" else 1
+    if task := asyncio.current_task():  # real engines leave processes behind when they are not stopped
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="extproc-demo-") as folder:
         try:
             with console.status("starting") as status:
