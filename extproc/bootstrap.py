@@ -114,8 +114,8 @@ def _connection_manager(config: Config) -> hcm.HttpConnectionManager:
         normalize_path=False,
         merge_slashes=False,
         http_protocol_options=core.Http1ProtocolOptions(accept_http_10=True),
-        common_http_protocol_options=core.HttpProtocolOptions(max_headers_count=config.limits.headers),
-        max_request_headers_kb=-(-config.limits.header_bytes // 1024),
+        common_http_protocol_options=core.HttpProtocolOptions(max_headers_count=2 * config.limits.headers),
+        max_request_headers_kb=-(-2 * config.limits.header_bytes // 1024),
         stream_idle_timeout=timedelta(0),
         request_headers_timeout=timedelta(seconds=10),
         request_timeout=timedelta(seconds=config.limits.body_timeout_s),
@@ -245,6 +245,12 @@ def _access_log() -> grpc_log.HttpGrpcAccessLogConfig:
             transport_api_version=core.ApiVersion.V3,
             buffer_flush_interval=timedelta(seconds=0.05),
             buffer_size_bytes=0,
+            grpc_stream_retry_policy=core.RetryPolicy(
+                num_retries=3,
+                retry_back_off=core.BackoffStrategy(
+                    base_interval=timedelta(seconds=0.02), max_interval=timedelta(seconds=0.2)
+                ),
+            ),
         ),
         additional_request_headers_to_log=["x-request-id"],
     )

@@ -27,6 +27,10 @@ COMMENTS: Final[Mapping[str, str]] = {
     "normalize_path": "Paths reach the engines as the client wrote them.",
     "accept_http_10": "HTTP/1.0 clients are answered 426 otherwise.",
     "stream_idle_timeout": "A long generation may be silent for minutes: no limit between two bytes.",
+    "max_headers_count": """
+        The service answers 431 well below this. Beyond it Envoy closes the connection: its own 431 is lost, as it would
+        have to wait for the service.
+    """,
     "request_timeout": """
         For receiving a whole request: a client that stalls in mid-body does not hold a buffer for ever.
     """,
@@ -77,6 +81,9 @@ COMMENTS: Final[Mapping[str, str]] = {
     "access_log": """
         Tells the service, within 0.05 s, how each request ended: if no decoder took the KV blocks, it has them freed
         on the prefiller.
+    """,
+    "grpc_stream_retry_policy": """
+        A replica of the service may be gone and not yet found out: without retries the entry would be lost with it.
     """,
     "static_resources/clusters/decode": """
         The decoders. The service names hosts by address in the metadata; without it (it is down), round robin.

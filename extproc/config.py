@@ -310,10 +310,11 @@ class Limits(Section):
 
     body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 32 * 1024 * 1024
     """The largest request body; a larger one gets 413. Envoy's buffer limits must be the same."""
-    header_bytes: Annotated[int, Field(ge=1024, le=8 << 20)] = 60 * 1024
-    """Of all names and values of a request's headers together; more get 431."""
-    headers: Annotated[int, Field(ge=16)] = 100
-    """How many header lines a request may have; more get 431."""
+    header_bytes: Annotated[int, Field(ge=1024, le=4 << 20)] = 56 * 1024
+    """Of all names and values of a request's headers together; more get 431. Envoy's own limit, 60 KiB by default, must
+    leave room for the few that the service adds, or requests in between get 500 from Envoy."""
+    headers: Annotated[int, Field(ge=16)] = 90
+    """How many header lines a request may have; more get 431. Envoy's own limit, 100 by default, as before."""
     json_depth: Annotated[int, Field(ge=8, le=512)] = 256
     """Levels of objects and arrays in a JSON body; a deeper one gets 400."""
     body_timeout_s: Positive = 300.0

@@ -306,8 +306,8 @@ def test_limits_are_the_services_own() -> None:
     fleet = {"decode": [{"url": "http://10.0.0.1:8000"}]}
     bootstrap = yaml.safe_load(render(build({"fleet": fleet, "limits": limits})))
     found = manager(bootstrap)
-    assert found["common_http_protocol_options"] == {"max_headers_count": 40}
-    assert (found["max_request_headers_kb"], found["request_timeout"]) == (20, "12.500s")
+    assert found["common_http_protocol_options"] == {"max_headers_count": 80}  # there the service's 431 gets out
+    assert (found["max_request_headers_kb"], found["request_timeout"]) == (40, "12.500s")
     (host,) = found["route_config"]["virtual_hosts"]
     assert host["request_body_buffer_limit"] == 4096 + HANDOFF_BYTES
 
@@ -328,6 +328,10 @@ def test_how_ends_are_told() -> None:
         "transport_api_version": "V3",
         "buffer_flush_interval": "0.050s",
         "buffer_size_bytes": 0,
+        "grpc_stream_retry_policy": {
+            "num_retries": 3,
+            "retry_back_off": {"base_interval": "0.020s", "max_interval": "0.200s"},
+        },
     }
 
 
