@@ -42,6 +42,11 @@ class Scenario:
     simulated_only: bool = False
 
 
+def _complete(record: dict[str, Any]) -> bool:
+    """Both have reported: the exchange itself, and Envoy's access log."""
+    return "decision" in record and "outcome" in record
+
+
 def _id() -> str:
     return f"demo-{uuid.uuid4().hex[:12]}"
 
@@ -92,7 +97,7 @@ async def _compare(
         text = _text_of(response.json())
     if text != plain:
         raise ScenarioFailed(f"the answer differs from a plain run: {text!r} instead of {plain!r}")
-    record = await stack.exchange(request_id, lambda record: "outcome" in record)
+    record = await stack.exchange(request_id, _complete)
     if record["decision"] != "disaggregated":
         raise ScenarioFailed(f"the request was not disaggregated but {record['decision']}")
     return Shown(title, record, "same text as a plain run on one engine", notes or [])
@@ -137,7 +142,7 @@ async def refusing_decoder(stack: Stack, client: httpx.AsyncClient) -> Shown:
             request_id = _id()
             body = _chat(f"{_QUESTION} Decoder {number}.")
             await _post(client, stack.url, "/v1/chat/completions", body, request_id)
-            record = await stack.exchange(request_id, lambda record: "outcome" in record)
+            record = await stack.exchange(request_id, _complete)
             if record["decoder"] == gone.name:
                 other = stack.named("decode-2").url.removeprefix("http://")
                 if record["upstream"] != other:
@@ -162,7 +167,7 @@ async def hang_up(stack: Stack, client: httpx.AsyncClient) -> Shown:
     await asyncio.gather(call, return_exceptions=True)
     await _until(lambda: _none_in_use(stack, prefillers), "KV blocks stayed pinned")
     freed_ms = (time.monotonic() - left) * 1000
-    record = await stack.exchange(request_id, lambda record: "decision" in record and "outcome" in record)
+    record = await stack.exchange(request_id, _complete)
     return Shown("client hangs up in the prefill", record, f"all KV blocks free {freed_ms:.0f} ms later")
 
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.engines import Answer, RecordedRequest
-from tests.support.gateway import CHAT, COMPLETIONS, Gateway, until_async, within
+from tests.support.gateway import CHAT, COMPLETIONS, Gateway, until, within
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="session")]
 
@@ -250,7 +250,4 @@ async def test_B03_no_stream_is_left_of_a_refused_body(small_gateway: Gateway) -
     await small_gateway.reset()
     assert (await small_gateway.post(of_size(LIMIT + 1))).status_code == 413
 
-    async def none_in_flight() -> bool:
-        return await small_gateway.counts("extproc_exchanges_in_flight") == {}
-
-    await until_async(none_in_flight, timeout_s=2)
+    await until(lambda: small_gateway.counts("extproc_exchanges_in_flight") == {}, timeout_s=2)

@@ -31,23 +31,14 @@ def written(path: Path, **sections: object) -> str:
     return str(path / "extproc.yaml")
 
 
-@pytest.mark.parametrize(
-    ("sections", "complaint"),
-    [
-        ({"prefil": {"attempts": 2}}, "prefil: unknown key; did you mean 'prefill'?"),
-        (
-            {"fleet": {"decode": [{"url": "10.0.0.8:8000"}]}},
-            "fleet.decode[0].url: expected a URL like http://host:port",
-        ),
-    ],
-)
-def test_a_bad_configuration_ends_with_2_and_names_the_key(
-    tmp_path: Path, sections: dict[str, object], complaint: str
-) -> None:
-    file = written(tmp_path, **sections)
+def test_a_bad_configuration_ends_with_2_and_names_the_keys(tmp_path: Path) -> None:
+    file = written(tmp_path, prefil={"attempts": 2}, fleet={"decode": [{"url": "10.0.0.8:8000"}]})
     ended = extproc("serve", "--config", file)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"{file}: {complaint}\n"
+    assert ended.stderr.splitlines() == [
+        f"{file}: fleet.decode[0].url: expected a URL like http://host:port",
+        f"{file}: prefil: unknown key; did you mean 'prefill'?",
+    ]
 
 
 def test_a_port_in_use_ends_with_2_and_names_the_key(tmp_path: Path) -> None:
@@ -67,10 +58,3 @@ def test_the_demo_shows_that_all_is_well() -> None:
     assert ended.stdout.count("✓") == 6
     assert ended.stdout.splitlines()[-1] == "all as it should be"
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_the_demo_ends_with_1_where_it_cannot_start() -> None:
-    ended = extproc("demo", "--once", EXTPROC_FLEET__LEASE_S="-1")
-    assert ended.returncode == 1
-    assert ended.stdout == "configuration: fleet.lease_s: Input should be greater than 0\n"
-    assert ended.stderr == ""

@@ -167,14 +167,14 @@ async def test_B31_without_a_usable_prefill_the_decoder_prefills(falling_back: G
     respond, reason = UNUSABLE[kind]
     for engine in falling_back.prefillers:
         engine.respond = respond
-    fallbacks = (await falling_back.counts("extproc_fallbacks_total")).get("decode", 0)
+    fallbacks = falling_back.counts("extproc_fallbacks_total").get("decode", 0)
     response = await falling_back.post(headers={"x-request-id": f"b31-{kind}"})
     assert response.status_code == 200
     assert [request.body for request in falling_back.decodes] == [CHAT_BODY]
     assert [len(attempts(engine)) for engine in falling_back.prefillers] == [1, 1]
     record = await falling_back.exchange(f"b31-{kind}")
     assert (record["decision"], record["failed_attempts"]) == ("fallback", [reason, reason])
-    assert (await falling_back.counts("extproc_fallbacks_total"))["decode"] == fallbacks + 1
+    assert falling_back.counts("extproc_fallbacks_total")["decode"] == fallbacks + 1
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
@@ -277,14 +277,14 @@ def chat_of(size: int) -> bytes:
 async def test_only_small_prompts_fall_back(falling_back: Gateway, size: int, status: int) -> None:
     for engine in falling_back.prefillers:
         engine.respond = lambda _: Answer(500)
-    refused = (await falling_back.counts("extproc_fallbacks_total")).get("out_of_bounds", 0)
+    refused = falling_back.counts("extproc_fallbacks_total").get("out_of_bounds", 0)
     response = await falling_back.post(chat_of(size))
     assert response.status_code == status
     assert [request.body for request in falling_back.decodes] == ([chat_of(size)] if status == 200 else [])
     if status == 503:
         assert told(response) == NO_PREFILLER
         assert response.headers["retry-after"] == "1"
-        assert (await falling_back.counts("extproc_fallbacks_total"))["out_of_bounds"] == refused + 1
+        assert falling_back.counts("extproc_fallbacks_total")["out_of_bounds"] == refused + 1
 
 
 async def test_only_so_many_fall_back_at_once(falling_back: Gateway) -> None:

@@ -26,7 +26,6 @@ from typing import Any, Final, Literal, Self
 import httpx
 import structlog
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.bootstrap import render
 from extproc.config import build
@@ -136,9 +135,10 @@ class Gateway:
             "fleet": {
                 "prefill": [{"url": engine.url, "name": f"prefill-{n}"} for n, engine in enumerate(self.prefillers, 1)],
                 "decode": [{"url": engine.url, "name": f"decode-{n}"} for n, engine in enumerate(self.decoders, 1)],
-                # A test's engines must not be shunned for what they did in the test before.
-                "health": {"unhealthy_after": 1_000_000},
+                # A test's engines must not be shunned for what they did in the test before. One look at them is enough.
+                "health": {"interval_s": 600, "unhealthy_after": 1_000_000},
                 "outlier": {"consecutive": 1_000_000},
+                "scrape_s": 0,
             },
             "routing": {"prefill_policy": "round_robin", "decode_policy": "round_robin"},
             "life": {"notice_s": 0.0, "drain_s": 5.0},
@@ -236,40 +236,47 @@ class Gateway:
         """All requests that decoders got, but for releases."""
         return [request for engine in self.decoders for request in engine.requests]
 
-    async def exchange(self, request_id: str, until_key: str = "outcome") -> dict[str, Any]:
-        """The service's record of the request with that client's X-Request-Id, once it has ``until_key``."""
+    async def exchange(self, request_id: str) -> dict[str, Any]:
+        """The service's record of the request with that client's X-Request-Id, once it is complete."""
         found: list[dict[str, Any]] = []
 
         async def known() -> bool:
-            answer = await self._admin("/exchanges")
             found[:] = [
                 record
-                for record in json.loads(answer)["exchanges"]
-                if record.get("client_request_id") == request_id and until_key in record
+                for record in await self._records()
+                if record.get("client_request_id") == request_id and {"decision", "outcome"} <= record.keys()
             ]
             return bool(found)
 
         await until_async(known)
         return found[0]
 
-    async def counts(self, name: str) -> dict[str, int]:
-        """A counter's (or gauge's) values that are not 0, by its label's value; "" where it has none."""
-        families = text_string_to_metric_families(await self._admin("/metrics"))
+    async def _records(self) -> list[dict[str, Any]]:
+        if self.server is not None:
+            return self.server.service.recent.list()
+        answer = (await self.client.get(f"{self.admin_url}/exchanges")).raise_for_status()
+        return list(answer.json()["exchanges"])
+
+    def counts(self, name: str) -> dict[str, int]:
+        """A counter's (or gauge's) values that are not 0, by its label's value; "" where it has none.
+
+        Of a service that runs inside, and without the way over /metrics, which would be most of what a test costs.
+        """
+        assert self.server is not None
+        families = self.server.service.metrics.registry.restricted_registry([name]).collect()
         samples = [sample for family in families for sample in family.samples if sample.name == name]
         return {",".join(sample.labels.values()): int(sample.value) for sample in samples if sample.value}
 
-    async def _admin(self, path: str) -> str:
-        return (await self.client.get(f"{self.admin_url}{path}")).raise_for_status().text
-
     async def settled(self) -> None:
         """Wait until nothing of any request is left: streams, reservations, open handoffs. Raises TimeoutError."""
+        assert self.server is not None
+        service = self.server.service
 
-        async def nothing_left() -> bool:
-            fleet = json.loads(await self._admin("/fleet"))
-            loads = [engine["inflight"] for engine in fleet["engines"]]
-            return fleet["in_flight"] == 0 and not any(loads) and not await self.counts("extproc_handoffs_open")
+        def nothing_left() -> bool:
+            loads = [engine.inflight for engine in service.fleet.engines()]
+            return service.in_flight == 0 and not any(loads) and not self.counts("extproc_handoffs_open")
 
-        await until_async(nothing_left)
+        await until(nothing_left)
 
     async def reset(self) -> None:
         """Engines as new, for the next test."""

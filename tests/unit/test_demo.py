@@ -79,3 +79,17 @@ async def test_what_needs_simulated_engines_is_left_out_with_real_ones(
     switch = Scenario("a switch", raises(ScenarioFailed("there is no such switch")), simulated_only=True)
     assert (await shown(monkeypatch, tmp_path, switch, Scenario("a chat", works), kind="vllm"))[0] == 0
     assert (await shown(monkeypatch, tmp_path, switch, Scenario("a chat", works)))[0] == 1
+
+
+def test_what_is_wrong_with_the_settings_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_process(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("extproc.processes.Process.start", no_process)
+    monkeypatch.setenv("EXTPROC_FLEET__LEASE_S", "-1")
+    with pytest.raises(SystemExit) as ended:
+        run.run(once=True, kind="sim")
+    assert ended.value.code == 1
+    assert capsys.readouterr().out == "configuration: fleet.lease_s: Input should be greater than 0\n"
