@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from extproc import config
 
 _MAX_DOUBLINGS: Final = 30
+_LONGEST_TRIAL_S: Final = 30.0
 
 
 class Health:
@@ -15,10 +16,19 @@ class Health:
 
     An engine whose requests fail ``consecutive`` times in a row is ejected for ``base_s``, twice as long each time in a
     row up to ``max_s``. When the time is up one request goes there on trial: it decides. A trial that ends without a
-    verdict (its client left) makes room for the next.
+    verdict (its client left), or that takes long (a decoder's stream), makes room for the next.
     """
 
-    __slots__ = ("_ejections", "_failures", "_trial", "ejected_until", "probe_failures", "probed_ok", "reason")
+    __slots__ = (
+        "_ejections",
+        "_failures",
+        "_trial",
+        "_trial_began",
+        "ejected_until",
+        "probe_failures",
+        "probed_ok",
+        "reason",
+    )
 
     def __init__(self) -> None:
         self.probed_ok: bool | None = None
@@ -30,6 +40,7 @@ class Health:
         self._failures = 0
         self._ejections = 0
         self._trial: object | None = None
+        self._trial_began = 0.0
 
     # ── probes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -55,12 +66,15 @@ class Health:
 
     def ejected(self, now: float) -> bool:
         """Whether requests should go elsewhere: its time is not up, or another request is on trial there."""
-        return self.ejected_until > 0 and (now < self.ejected_until or self._trial is not None)
+        return self.ejected_until > 0 and (now < self.ejected_until or self._on_trial(now))
+
+    def _on_trial(self, now: float) -> bool:
+        return self._trial is not None and now - self._trial_began < _LONGEST_TRIAL_S
 
     def began(self, request: object, now: float) -> None:
         """A request goes there: on trial, if the engine's time is up."""
-        if self.ejected_until and now >= self.ejected_until and self._trial is None:
-            self._trial = request
+        if self.ejected_until and now >= self.ejected_until and not self._on_trial(now):
+            self._trial, self._trial_began = request, now
 
     def ended(self, request: object) -> None:
         """That request is over, whatever was told of it."""

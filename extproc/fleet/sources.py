@@ -49,29 +49,42 @@ class FileSource:
 
     def read(self) -> None:
         """Take over the file if it has changed, and is not still being written: it must be the same twice in a row."""
+        self._take_over(self._look())
+
+    async def run(self) -> None:
+        while True:
+            self._take_over(await asyncio.to_thread(self._look))  # a large file takes its time to parse
+            await asyncio.sleep(_FILE_POLL_S)
+
+    def _look(self) -> config.EngineLists | None:
+        """What the file lists, if that is news and in order."""
         try:
             text = self._path.read_bytes()
         except OSError as error:
             self._complain(f"cannot be read: {error.strerror}")
-            return
+            return None
         before, self._seen = self._seen, text
         if text == self._in_force:
             self.problem, self._complaint = None, ""
-            return
+            return None
         if text != before and self._in_force is not None:
-            return
+            return None
         if self._refused is not None and text == self._refused[0]:
             self._complain(self._refused[1])
-            return
+            return None
         try:
             listed = self._parse(text)
         except ConfigError as error:
             self._refused = text, str(error)
             self._complain(str(error))
-            return
+            return None
         self._in_force = text
-        self.problem, self._complaint = None, ""
-        self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
+        return listed
+
+    def _take_over(self, listed: config.EngineLists | None) -> None:
+        if listed is not None:
+            self.problem, self._complaint = None, ""
+            self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
 
     def _parse(self, text: bytes) -> config.EngineLists:
         values = configtext.parse_yaml(text)  # its errors show no values: the file may hold keys
@@ -88,11 +101,6 @@ class FileSource:
         if problem != self._complaint:
             self._complaint = problem
             log.error("fleet file not taken over; the fleet stays as it was", file=str(self._path), problem=problem)
-
-    async def run(self) -> None:
-        while True:
-            self.read()
-            await asyncio.sleep(_FILE_POLL_S)
 
 
 class DnsSource:

@@ -142,6 +142,21 @@ def test_a_trial_without_a_verdict_makes_room_for_the_next() -> None:
     assert health.ejected(1.0)
 
 
+def test_a_trial_that_takes_long_makes_room_for_the_next() -> None:
+    """A decoder is judged at the end of a stream, which may take minutes."""
+    health, long, next_one = Health(), object(), object()
+    fail(health, 0.0)
+    health.began(long, 1.0)
+    assert health.ejected(30.9)
+    assert not health.ejected(31.0)
+    health.began(next_one, 31.0)
+    assert health.ejected(31.0)
+    health.ended(long)
+    assert health.ejected(31.0)
+    health.ended(next_one)
+    assert not health.ejected(31.0)
+
+
 def test_a_request_before_the_time_is_up_is_no_trial() -> None:
     health, early = Health(), object()
     fail(health, 0.0)
