@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from extproc.jsonobject import JsonObject
     from extproc.telemetry.metrics import Metrics
 
-# How near the answer of an abandoned prefill may be for it to be waited for rather than closed.
-_NEARLY_DONE_S: Final = 0.5
+# How near the answer of an abandoned prefill may be for it to be waited for rather than closed: three times what the
+# engine's answers took lately, within these bounds. A busy engine answers late and notices late that a client has left.
+_NEARLY_DONE_S: Final = (0.5, 2.0)
+_NEARLY_DONE_TIMES: Final = 3.0
+_NEWEST_WEIGHT: Final = 0.2
 
 Header = tuple[str, bytes]
 
@@ -116,6 +119,7 @@ class Prefiller:
         self._tracing = tracing
         self._abandoned: set[asyncio.Task[None]] = set()
         self._finishing = 0
+        self._usual_s: dict[str, float] = {}  # by the engine's URL
 
     async def run(self, request: PrefillRequest) -> Prefilled:
         """Raises PrefillRefused for a 4xx, PrefillFailed when all attempts are used up.
@@ -196,6 +200,10 @@ class Prefiller:
             if result not in ("ok", "refused", "cancelled"):
                 span.fail(result)
             span.end()
+            if result == "ok":
+                usual = self._usual_s.get(reservation.engine.url, 0.0)
+                newest = time.monotonic() - started
+                self._usual_s[reservation.engine.url] = usual + _NEWEST_WEIGHT * (newest - usual)
             self._judge(reservation, result)
             self._metrics.prefill_attempts.labels(result).inc()
             self._metrics.prefill_seconds.labels(result).observe(time.monotonic() - started)
@@ -260,7 +268,7 @@ class Prefiller:
             if call.sent and self._finishing < self._max_finishing:
                 self._finishing += 1
                 try:
-                    await asyncio.wait({attempt}, timeout=None if way == "finish" else _NEARLY_DONE_S)
+                    await asyncio.wait({attempt}, timeout=None if way == "finish" else self._nearly_done_s(engine))
                 finally:
                     self._finishing -= 1
             if call.answering_since is None:
@@ -275,6 +283,10 @@ class Prefiller:
             attempt.cancel()
         if isinstance(outcome, Prefilled):
             self._on_orphan(outcome.handoff)
+
+    def _nearly_done_s(self, engine: Engine) -> float:
+        least, most = _NEARLY_DONE_S
+        return min(max(least, _NEARLY_DONE_TIMES * self._usual_s.get(engine.url, 0.0)), most)
 
     async def flush(self, deadline: float) -> None:
         """Wait for abandoned attempts until ``deadline`` (``time.monotonic()``), then close them."""
