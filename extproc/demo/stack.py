@@ -23,6 +23,8 @@ EngineKind = Literal["sim", "vllm"]
 Role = Literal["prefill", "decode"]
 Progress = Callable[[str], None]
 
+_START_S = 90.0  # two seconds of CPU, on a machine that may have other things to do
+
 
 @dataclass
 class DemoEngine:
@@ -105,7 +107,11 @@ class Stack:
     def _simulated(self, name: str, role: Role) -> DemoEngine:
         command = [sys.executable, "-m", "extproc", "sim", "--role", role, "--host", HOST, "--port", "0"]
         process = Process(
-            [*command, *self._arguments], log=self.directory / f"{name}.log", name=name, ready=re.compile('"ready"')
+            [*command, *self._arguments],
+            log=self.directory / f"{name}.log",
+            name=name,
+            ready=re.compile('"ready"'),
+            ready_timeout_s=_START_S,
         )
         return DemoEngine(name, role, process, "")
 
@@ -139,7 +145,11 @@ class Stack:
         self.config_file.write_text(yaml.safe_dump(values), encoding="utf-8")
         command = [sys.executable, "-m", "extproc", "serve", "--config", str(self.config_file)]
         self.service = Process(
-            command, log=self.directory / "extproc.log", name="extproc", ready=f"{self.admin_url}/readyz"
+            command,
+            log=self.directory / "extproc.log",
+            name="extproc",
+            ready=f"{self.admin_url}/readyz",
+            ready_timeout_s=_START_S,
         )
         await stack.enter_async_context(self.service)
 

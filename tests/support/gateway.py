@@ -172,7 +172,8 @@ class Gateway:
         file.write_text(yaml.safe_dump({**values, "grpc": {"listen": grpc}, "admin": {"listen": admin}}))
         command = [sys.executable, "-m", "extproc", "serve", "--config", str(file)]
         log = self.directory / f"{name}.log"
-        return Instance(Process(command, log=log, name=name, ready=f"http://{admin}/readyz"), grpc, f"http://{admin}")
+        process = Process(command, log=log, name=name, ready=f"http://{admin}/readyz", ready_timeout_s=90)
+        return Instance(process, grpc, f"http://{admin}")
 
     async def _start_envoy(
         self, stack: contextlib.AsyncExitStack, values: dict[str, Any], change: Change | None
@@ -294,14 +295,14 @@ class Gateway:
         self.client.cookies.clear()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for something of this process. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
     """Wait for something that has to be asked for. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not await condition():
