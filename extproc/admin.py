@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import hashlib
+import ipaddress
+import os
+import re
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.resources import files
@@ -16,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from extproc import __version__
 from extproc.config import split_listen
 from extproc.errors import ConfigError
 from extproc.fleet.engines import ROLES, Engine
@@ -23,15 +31,16 @@ from extproc.picking import STALE_S
 from extproc.release import ReleaseService
 from extproc.service import Service
 
-_PAGE_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_NOT_KEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 def application(service: Service, releases: ReleaseService, why_not_ready: Callable[[], str | None]) -> Starlette:
     """``why_not_ready`` returns None when the service takes traffic."""
     page = files("extproc").joinpath("static/status.html").read_text(encoding="utf-8")
+    policy = page_policy(page)
 
     async def status(_: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
+        return HTMLResponse(page, headers={"content-security-policy": policy, **_NOT_KEPT})
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -45,8 +54,9 @@ def application(service: Service, releases: ReleaseService, why_not_ready: Calla
 
     async def fleet(_: Request) -> Response:
         accounts = releases.accounts
-        return JSONResponse(
+        return _json(
             {
+                "version": __version__,
                 "engines": [describe(engine) for role in ROLES for engine in service.fleet.engines(role)],
                 "in_flight": service.in_flight,
                 "releases": {
@@ -59,14 +69,14 @@ def application(service: Service, releases: ReleaseService, why_not_ready: Calla
         )
 
     async def exchanges(request: Request) -> Response:
-        limit = request.query_params.get("limit", "")
+        limit = request.query_params.get("limit")
+        if limit is not None and not re.fullmatch("[0-9]{1,9}", limit):
+            return PlainTextResponse("limit: expected a number\n", status_code=400)
         records = service.recent.list()
-        return JSONResponse({"exchanges": records[: int(limit)] if limit.isdigit() else records})
+        return _json({"now": round(time.time(), 3), "exchanges": records if limit is None else records[: int(limit)]})
 
     async def drain(request: Request) -> Response:
-        # A web page that an operator happens to look at must not be able to drain engines.
-        origin = request.headers.get("origin")
-        if origin and urlsplit(origin).netloc != request.headers.get("host"):
+        if _from_another_site(request):
             return PlainTextResponse("requests from other sites are not accepted\n", status_code=403)
         name, action = request.path_params["name"], request.path_params["action"]
         if action not in ("drain", "undrain"):
@@ -82,10 +92,59 @@ def application(service: Service, releases: ReleaseService, why_not_ready: Calla
             Route("/readyz", readyz),
             Route("/metrics", metrics),
             Route("/fleet", fleet),
-            Route("/fleet/{name}/{action}", drain, methods=["POST"]),
+            Route("/fleet/{name:path}/{action}", drain, methods=["POST"]),
             Route("/exchanges", exchanges),
         ]
     )
+
+
+def page_policy(page: str) -> str:
+    """A Content-Security-Policy for an HTML page: its own script and style, this server's data, and nothing else."""
+
+    def own(tag: str) -> str:
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        return f"{tag}-src 'sha256-{digest}'"
+
+    return "; ".join(
+        (
+            "default-src 'none'",
+            own("script"),
+            own("style"),
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+def _json(content: Any) -> Response:
+    return JSONResponse(content, headers=_NOT_KEPT)
+
+
+def _from_another_site(request: Request) -> bool:
+    """Whether a web page sent this that is not ours: one that an operator happens to look at must not drain engines.
+
+    A page that reaches us by a name may have had that name pointed here (DNS rebinding): addresses alone are trusted.
+    """
+    origin = request.headers.get("origin")
+    if origin is None:
+        return False
+    host = request.headers.get("host", "")
+    try:
+        return urlsplit(origin).netloc != host or not _is_address(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # neither a host nor an address
+        return True
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -122,21 +181,23 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Any, listen: str) -> AsyncIterator[int]:
     """Serve an ASGI application in the running loop; yields the bound port. Raises ConfigError if it cannot bind."""
-    import asyncio
+    with _bound(listen) as listener:
+        server = _Server(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        )
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="admin")
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
 
+
+def _bound(listen: str) -> socket.socket:
     host, port = split_listen(listen)
-    settings = uvicorn.Config(
-        app, host=host, port=port, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket = settings.bind_socket()
-    except SystemExit:  # uvicorn's way to say that the address is taken
-        raise ConfigError(f"admin.listen: {listen} cannot be bound; is something else listening there?") from None
-    server = _Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[socket]), name="admin")
-    try:
-        yield socket.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-        socket.close()
+        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"admin.listen: {listen} cannot be bound: {reason}") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -105,16 +106,16 @@ class Server:
         await stack.enter_async_context(self._grpc_server())
         stack.push_async_callback(self._cancel_background)
         resolver = Resolver(fleet, config.fleet.resolve_s)
-        runners: dict[str, Awaitable[None]] = {
-            "resolver": resolver.run(),
-            "monitor": Monitor(fleet).run(),
-            "readiness": self._serve_when_ready(),
-            "loop lag": looplag.sample(metrics.loop_lag),
+        runners: dict[str, Callable[[], Awaitable[None]]] = {
+            "resolver": resolver.run,
+            "monitor": Monitor(fleet).run,
+            "readiness": self._serve_when_ready,
+            "loop lag": functools.partial(looplag.sample, metrics.loop_lag),
         }
         if config.fleet.file:
-            runners["file"] = FileSource(fleet, config.fleet.file).run()
+            runners["file"] = FileSource(fleet, config.fleet.file).run
         for number, entry in enumerate(config.fleet.dns, 1):  # two of them may share a name, or a role
-            runners[f"dns {number} {entry.name}"] = DnsSource(fleet, entry).run()
+            runners[f"dns {number} {entry.name}"] = DnsSource(fleet, entry).run
         self._background = [asyncio.create_task(_endless(name, runner), name=name) for name, runner in runners.items()]
         log.info("listening", grpc=config.grpc.listen, grpc_port=self.grpc_port, admin_port=self.admin_port or None)
 
@@ -210,10 +211,10 @@ class Server:
         await asyncio.gather(*self._background, return_exceptions=True)
 
 
-async def _endless(name: str, runner: Awaitable[None]) -> None:
+async def _endless(name: str, runner: Callable[[], Awaitable[None]]) -> None:
     """A background task that ends is a fault of ours: say so instead of going on half blind without a word."""
     try:
-        await runner
+        await runner()
     except Exception:
         log.exception("background task failed", task=name)
         raise
