@@ -160,6 +160,10 @@ STREAM: Final[Body] = {"stream": True, "stream_options": {"include_usage": True}
 Sequence = Callable[[Side], Awaitable[list[Seen]]]
 
 
+def _ids(count: int, seed: int) -> list[int]:
+    return [7 + (31 * i + 17 * seed) % 200 for i in range(count)]
+
+
 def _c(number: int) -> Body:
     return chat(words(70, 7000 + number), max_tokens=8)
 
@@ -169,9 +173,12 @@ SEQUENCES: Final[dict[str, Sequence]] = {
     "chat": lambda s: _handover(s, _c(1)),
     "streamed chat": lambda s: _handover(s, _c(2), **STREAM),
     "completions": lambda s: _handover(s, completion(words(70, 7003), max_tokens=8), COMPLETIONS),
-    "token ids": lambda s: _handover(s, completion([7 + i % 200 for i in range(90)], max_tokens=8), COMPLETIONS),
+    "token ids": lambda s: _handover(s, completion(_ids(90, 3), max_tokens=8), COMPLETIONS),
     "a short prompt": lambda s: _handover(s, chat("hi", max_tokens=3)),
-    "another prompt's KV": lambda s: _handover(s, _c(4), messages=[{"role": "user", "content": words(70, 7005)}]),
+    # Of as many blocks: where the decoder needs more than the params name, the real one dies (an assertion).
+    "another prompt's KV": lambda s: _handover(
+        s, completion(_ids(90, 1), max_tokens=8), COMPLETIONS, prompt=_ids(90, 2)
+    ),
     # odd prefill legs
     "streamed prefill": lambda s: _leave(s, _c(10), stream=True),
     "stream_options in the prefill": lambda s: _leave(s, _c(11), stream_options={"include_usage": True}),
