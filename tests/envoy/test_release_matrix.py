@@ -21,7 +21,6 @@ from tests.support.simulated import Pair, Pairing, Request, SimGateway, Stalls, 
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="module")]
 
-FREED_WITHIN_S: Final = 1.0
 
 # One decode at a time, so that a test can keep a decoder busy; a prompt of chat() takes about 0.1 s to prefill.
 _ENGINES: Final = {"prefill_us_per_token": 500}
@@ -73,7 +72,7 @@ async def cut_in_the_prefill(pair: Pair) -> float:
 
 async def cut_in_a_long_prefill(pair: Pair) -> float:
     """It is closed; the engine stops, and pins nothing."""
-    request = await pair.open(words=900)
+    request = await pair.open(words=1100)
     await until(lambda: pair.prefiller.engine.running == 1)
     return request.cut()
 
@@ -222,11 +221,12 @@ async def decoder_hangs_and_the_client_gives_up(pair: Pair) -> float:
 
 
 async def prefill_times_out(pair: Pair) -> float:
-    """The prefiller is not dead, only slow: an attempt that is not closed hands over in the end."""
-    await pair.prefiller.fail("slow", delay_s=2.1, leg="prefill", count=1)  # past the moment that a call is given
+    """The prefiller is not dead, only slow: a call that is not closed hands over in the end."""
+    timeout_s, takes_s = (0.3, 2.5) if pair.connector == "nixl" else (1.5, 2.1)
+    await pair.prefiller.fail("slow", delay_s=takes_s, leg="prefill", count=1)
     prefiller = pair.gateway.server._prefiller
     settings = prefiller._settings
-    prefiller._settings = settings.model_copy(update={"timeout_s": 1.5})
+    prefiller._settings = settings.model_copy(update={"timeout_s": timeout_s})
     try:
         request = await pair.open(words=10)
         assert await request.head() == 504
@@ -259,6 +259,8 @@ class Row:
     """Without an access log: how many on NIXL; None: not looked at."""
     handoffs: int = 1
     """How many prefills left blocks pinned."""
+    within_s: float = 1.0
+    """From the end of the last possible reader to free blocks."""
 
     def expected(self, pair: Pair, releases: int) -> int:
         return self.ascend if self.ascend is not None and pair.connector != "nixl" else releases
@@ -268,7 +270,8 @@ ROWS: Final = (
     Row(completed, "completed", 0),
     Row(streamed_to_its_end, "completed", 0),
     Row(cut_in_the_prefill, "client_reset", 1, unlogged=1),
-    Row(cut_in_a_long_prefill, "client_reset", 0, only=("nixl",), handoffs=0),
+    # Its answer might be near: the call is closed after a moment.
+    Row(cut_in_a_long_prefill, "client_reset", 0, only=("nixl",), handoffs=0, within_s=3.0),
     Row(cut_before_the_dispatch, "client_reset", 1, unlogged=1),
     # Without the log this looks like any other end after the headers; NIXL's decoder tells its prefiller itself.
     Row(cut_between_headers_and_first_chunk, "client_reset", 1, unlogged=None),
@@ -338,7 +341,7 @@ def _check(pair: Pair, row: Row, releases: int, freed_s: float) -> None:
     ]
     assert asked == (pair.pinned[:releases] if pair.connector == "nixl" else [])
     assert pair.expired == []
-    assert freed_s < FREED_WITHIN_S
+    assert freed_s < row.within_s
     pair.assert_alive()
 
 

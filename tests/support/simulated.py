@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import json
 import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,11 +28,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.bootstrap import render
 from extproc.config import build
-from extproc.processes import EnvoyProcess, envoy_process
+from extproc.processes import EnvoyProcess, Process, envoy_process, free_port
 from extproc.release import Accounts, ReleaseService
 from extproc.server import Server
 from extproc.sim.config import SimConfig
@@ -238,7 +241,13 @@ class Pair:
     def decodes(self, *, releases: bool = False) -> list[Record]:
         """Requests that the decoders got: those of clients, or those that only free blocks."""
         records = [record for engine in self.decoders for record in engine.requests]
-        return [record for record in records if (record.model == "extproc-release") is releases]
+        found = [record for record in records if (record.model == "extproc-release") is releases]
+        if not releases:
+            return found
+        first: dict[Any, Record] = {}
+        for record in found:
+            first.setdefault(record.body, record)  # reminders follow
+        return list(first.values())
 
     def assert_alive(self) -> None:
         for engine in self.engines:
@@ -252,6 +261,10 @@ class SimGateway:
     def __init__(self) -> None:
         self.pairs: dict[str, Pair] = {}
         self.server: Server
+        """The service, where it runs inside."""
+        self.replicas: list[Replica] = []
+        """The service, where it runs as processes."""
+        self.client: httpx.AsyncClient
         self.envoy: EnvoyProcess
         self.url = ""
         self.directory: Path
@@ -287,16 +300,53 @@ class SimGateway:
             if not access_log:
                 del connection_manager(bootstrap)["access_log"]
             change(bootstrap)
-            gateway.envoy = await stack.enter_async_context(
-                envoy_process(yaml.safe_dump(bootstrap), directory=gateway.directory / "envoy", concurrency=1)
-            )
-            await gateway._service_seen()
-            gateway.url = f"http://{(await gateway.envoy.listeners())['gateway']}"
+            await gateway._start_envoy(stack, bootstrap)
             await gateway.mark()
             try:
                 yield gateway
             finally:
                 await gateway.mark()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def replicated(
+        cls, pairings: Mapping[str, Pairing], count: int = 2, *, settings: Settings | None = None
+    ) -> AsyncIterator[Self]:
+        """The service as ``count`` processes in one cluster of Envoy's."""
+        async with contextlib.AsyncExitStack() as stack:
+            gateway = cls()
+            gateway.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="extproc-test-")))
+            for name, pairing in pairings.items():
+                await gateway._add(stack, name, pairing)
+            values = gateway.values(settings or {})
+            gateway.client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+            for number in range(1, count + 1):
+                replica = Replica(f"extproc-{number}", values, gateway.directory, gateway.client)
+                gateway.replicas.append(await stack.enter_async_context(replica))
+            bootstrap = yaml.safe_load(render(build(values)))
+            service = next(c for c in bootstrap["static_resources"]["clusters"] if c["name"] == "extproc")
+            service["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
+                {"endpoint": {"address": {"socket_address": {"address": HOST, "port_value": replica.grpc_port}}}}
+                for replica in gateway.replicas
+            ]
+            await gateway._start_envoy(stack, bootstrap)
+            try:
+                yield gateway
+            finally:
+                await gateway.close_requests()
+
+    async def _start_envoy(self, stack: contextlib.AsyncExitStack, bootstrap: dict[str, Any]) -> None:
+        for cluster in bootstrap["static_resources"]["clusters"]:
+            # Engines and test share an event loop: on a busy machine it may stand still for a while.
+            cluster["connect_timeout"] = "5s"
+            for check in cluster.get("health_checks", []):
+                check["timeout"] = "10s"
+        text = yaml.safe_dump(bootstrap)
+        self.envoy = await stack.enter_async_context(
+            envoy_process(text, directory=self.directory / "envoy", concurrency=1)
+        )
+        await self.service_seen()
+        self.url = f"http://{(await self.envoy.listeners())['gateway']}"
 
     async def _add(self, stack: contextlib.AsyncExitStack, name: str, pairing: Pairing) -> None:
         async def start(role: Any, options: Mapping[str, Any]) -> SimEngine:
@@ -325,9 +375,11 @@ class SimGateway:
             values[section] = {**values.get(section, {}), **keys}
         return values
 
-    async def _service_seen(self) -> None:
+    async def service_seen(self) -> None:
+        """Wait until Envoy's health checks have found every instance of the service."""
+
         async def seen() -> bool:
-            return (await self.envoy.clusters())["extproc"] == {f"{HOST}:{self.server.grpc_port}": True}
+            return set((await self.envoy.clusters())["extproc"].values()) == {True}
 
         await until(seen)
 
@@ -346,15 +398,18 @@ class SimGateway:
         """Close this one's connection at the next :meth:`mark`, or at the end."""
         self._kept.append(request)
 
+    async def close_requests(self) -> None:
+        for request in self._kept:
+            await request.close()
+        self._kept.clear()
+
     # ---- what came of requests ----
 
     async def mark(self) -> None:
         """Start a test: engines as new, counts from here."""
         for pair in self.pairs.values():
             await pair.reset()
-        for request in self._kept:
-            await request.close()
-        self._kept.clear()
+        await self.close_requests()
         self.requested.clear()
         self._before = self._counts()
 
@@ -393,6 +448,49 @@ class SimGateway:
     async def settled(self, *, outcomes: int = 1) -> None:
         """Wait until so many endings were logged and nothing is under way. Raises TimeoutError."""
         await until(lambda: sum(self.outcomes.values()) >= outcomes and self.undecided == 0)
+
+
+class Replica:
+    """``extproc serve`` as a process; an async context manager."""
+
+    def __init__(self, name: str, values: Mapping[str, Any], directory: Path, client: httpx.AsyncClient) -> None:
+        self.name = name
+        self.grpc_port, admin = free_port(), f"{HOST}:{free_port()}"
+        self.admin_url = f"http://{admin}"
+        self._client = client
+        file = directory / f"{name}.yaml"
+        listen = {"grpc": {"listen": f"{HOST}:{self.grpc_port}"}, "admin": {"listen": admin}}
+        file.write_text(yaml.safe_dump({**values, **listen}))
+        command = [sys.executable, "-m", "extproc", "serve", "--config", str(file)]
+        log = directory / f"{name}.log"
+        self.process = Process(command, log=log, name=name, ready=f"{self.admin_url}/readyz", ready_timeout_s=100)
+
+    async def __aenter__(self) -> Self:
+        await self.process.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.process.stop()
+
+    async def fleet(self) -> dict[str, Any]:
+        """``/fleet``: engines, open streams, accounts of releases."""
+        answer: dict[str, Any] = (await self._client.get(f"{self.admin_url}/fleet")).raise_for_status().json()
+        return answer
+
+    async def in_flight(self) -> int:
+        return int((await self.fleet())["in_flight"])
+
+    async def accounts(self) -> dict[str, int]:
+        """Accounts of releases, without zeros."""
+        return {name: count for name, count in (await self.fleet())["releases"].items() if count}
+
+    async def counts(self, name: str) -> dict[str, int]:
+        """A metric's values by label, without zeros."""
+        text = (await self._client.get(f"{self.admin_url}/metrics")).raise_for_status().text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {",".join(s.labels.values()): int(s.value) for s in samples if s.name == name and s.value}
 
 
 class Stalls:
