@@ -29,7 +29,8 @@ _FOREIGN_HOSTS_TOLD: Final = 100
 # A decoder that has to shake hands with a prefiller before it can tell it anything does so beside its engine's steps,
 # and tells it at the next step: an idle one has none before the next request. A handshake takes some 0.2 s.
 _REMINDERS_S: Final = (0.25, 1.0)
-_ACQUAINTED_S: Final = 60.0
+# Not too often: a prefiller logs an error for each notification of what it has freed.
+_ACQUAINTED_S: Final = 600.0
 _MAX_ACQUAINTED: Final = 10_000
 
 AscendMessage = Literal["abort", "done"]

@@ -179,7 +179,7 @@ SEQUENCES: Final[dict[str, Sequence]] = {
     "another prompt's KV": lambda s: _handover(
         s, completion(_ids(90, 1), max_tokens=8), COMPLETIONS, prompt=_ids(90, 2)
     ),
-    # odd prefill legs (a streamed one is left out: it pins blocks until the lease ends, under an id that it does not tell)
+    # Odd prefill legs. A streamed one is left out: it pins blocks for a lease, under an id that it does not tell.
     "stream_options in the prefill": lambda s: _leave(s, _c(11), stream_options={"include_usage": True}),
     "min_tokens in the prefill": lambda s: _leave(s, _c(12), min_tokens=2),
     "max_completion_tokens wins": lambda s: _leave(s, _c(13), max_completion_tokens=5),
