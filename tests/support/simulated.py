@@ -407,6 +407,7 @@ class SimGateway:
 
     async def mark(self) -> None:
         """Start a test: engines as new, counts from here."""
+        await self.server.releases._ways.flush(time.monotonic() + 5)  # reminders of the test before
         for pair in self.pairs.values():
             await pair.reset()
         await self.close_requests()
