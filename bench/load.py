@@ -1,4 +1,4 @@
-"""The benchmark's client: closed-loop workers over kept-alive connections, timing first byte of the body and the end."""
+"""The benchmark's client: closed-loop workers on kept-alive connections, timing the first body byte and the end."""
 
 from __future__ import annotations
 
