@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -35,6 +35,7 @@ decoders' heartbeats prolong it (NIXL), and vLLM Ascend's own timer is 480 s."""
 
 _REMEMBERED: Final = 100_000
 _RETRY_S: Final = 0.1
+_PER_PREFILLER: Final = 16
 
 
 @dataclass(slots=True)
@@ -108,8 +109,10 @@ class ReleaseService:
         self._recent = recent
         self._tracing = tracing
         self._tasks: set[asyncio.Task[Result]] = set()
-        # Held during a try, not between two: an engine that does not answer must not keep the others' turn.
+        # Held during a try, not between two, and not all by one prefiller: one that does not answer must not keep the
+        # others from their turn.
         self._slots = asyncio.Semaphore(settings.concurrency)
+        self._slots_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_PER_PREFILLER))
         self._seen = SeenHandoffs()
         self._closed = False
         self.accounts = Accounts()
@@ -157,7 +160,7 @@ class ReleaseService:
         return "released" if result is ReleaseResult.RELEASED else "refused"
 
     async def _try(self, ticket: Ticket) -> ReleaseResult:
-        async with self._slots:
+        async with self._slots_of[ticket.prefiller], self._slots:
             try:
                 return await connector(ticket.connector).release(ticket, self._ways)
             except Exception:  # noqa: BLE001 (the release must be counted, whatever an engine answered)

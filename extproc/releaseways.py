@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from extproc import sidechannel
 from extproc.enginehttp import EngineAnswer, EngineClient, EngineUnavailable
+from extproc.fleet.engines import canonical
 from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class ReleaseWays:
         engine = self.prefiller(prefiller)
         if engine is None or engine.address is None:
             return None
+        host = canonical(host or "") or host
         if host is not None and host not in _hosts(engine):
             if host not in self._foreign_hosts and len(self._foreign_hosts) < _FOREIGN_HOSTS_TOLD:
                 self._foreign_hosts.add(host)
@@ -220,4 +222,5 @@ class ReleaseWays:
 
 
 def _hosts(engine: Engine) -> tuple[str | None, ...]:
-    return engine.address, engine.host, *engine.side_channel_hosts
+    further = (canonical(host) or host for host in engine.side_channel_hosts)
+    return engine.address, engine.host, *further

@@ -212,6 +212,24 @@ async def test_engines_that_do_not_answer_do_not_keep_others_waiting() -> None:
     assert await bench.settled() == {"released": 1, "dropped": 100}
 
 
+async def test_a_prefiller_whose_tries_hang_does_not_take_every_turn() -> None:
+    async def reply(request_id: str) -> bytes | None:
+        if request_id.startswith("hanging"):
+            await asyncio.Event().wait()
+        return ACK
+
+    bench = Bench(Ways(reply), deadline_s=60)
+    for number in range(100):
+        bench.service.request(ticket(f"hanging-{number}"))
+    bench.service.request(ticket("living", prefiller="10.0.0.8:8000"))
+    async with asyncio.timeout(5):
+        while not bench.accounts.ended["released"]:
+            await asyncio.sleep(0.001)
+    assert bench.ways.running == 16
+    await bench.service.flush(time.monotonic())
+    assert await bench.settled() == {"released": 1, "dropped": 100}
+
+
 async def test_a_delayed_release_waits() -> None:
     bench = Bench(Ways())
     asked_at = time.monotonic()
