@@ -238,7 +238,7 @@ async def test_killed_and_fail_open_everything_goes_on_with_the_decode_pool(fail
 
 
 class Load:
-    """Requests without a pause, from several clients, until :meth:`stop`."""
+    """Requests from several clients, with hardly a pause, until :meth:`stop`."""
 
     def __init__(self, gateway: Gateway, clients: int = 4) -> None:
         self.gateway = gateway
@@ -257,6 +257,7 @@ class Load:
                 self.statuses[response.status_code] += 1
             except httpx.HTTPError as error:
                 self.statuses[type(error).__name__] += 1
+            await asyncio.sleep(0.05)  # leaves the processes that start meanwhile some of the machine
 
     async def more(self, count: int = 20) -> None:
         """Wait for so many further answers."""
@@ -268,6 +269,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
+@pytest.mark.timeout(300)
 async def test_a_restart_of_one_instance_that_fails_open_loses_no_request(fail_open: Gateway) -> None:
     gateway = fail_open
     load = Load(gateway)
@@ -284,6 +286,7 @@ async def test_a_restart_of_one_instance_that_fails_open_loses_no_request(fail_o
     assert 40 <= len(with_params) < load.count
 
 
+@pytest.mark.timeout(300)
 async def test_a_rolling_update_of_two_instances_loses_no_request(closed_gateway: Gateway) -> None:
     """Fail closed, so that no request passes for served that was only let through."""
     gateway = closed_gateway
