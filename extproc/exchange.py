@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from extproc import classify, destinations, openai, replies, requestbody
+from extproc.decision import decide
 from extproc.destinations import Destination
 from extproc.errors import RequestError
 from extproc.jsonobject import JsonObject
@@ -30,7 +31,6 @@ from extproc.modes import Modes, unserved
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.picking import Need
 from extproc.prefill import Header, Prefilled, PrefillFailed, PrefillRefused, PrefillRequest
-from extproc.prefixes import Prefix
 from extproc.requestbody import RequestBody
 from extproc.telemetry.account import Account
 from extproc.telemetry.logs import log
@@ -38,12 +38,12 @@ from extproc.telemetry.logs import log
 if TYPE_CHECKING:
     from extproc.connectors import Handoff
     from extproc.fleet.engines import Engine, Reservation
+    from extproc.prefixes import Prefix
     from extproc.service import Service
 
 Send = Callable[[ext_proc.ProcessingResponse], Awaitable[None]]
 
 _TIMEOUT_MARGIN_S: Final = 10.0
-_BYTES_PER_TOKEN: Final = 4
 
 # Of a prefiller's refusal: what describes its connection or body framing must not reach the client.
 _NOT_ANSWERED: Final = frozenset(
@@ -116,6 +116,8 @@ class Exchange:
                 await self._on_request_headers(message)
             case "request_body" | "request_trailers", State.HEADERS:
                 raise unserved("request_header_mode", "SKIP", "SEND")
+            case "request_headers", State.BODY if self._modes.streamed:
+                pass  # their reply is held back until the body is here
             case "request_body", State.BODY:
                 await self._on_request_body(message.request_body)
             case "request_trailers", State.BODY:
@@ -157,7 +159,7 @@ class Exchange:
     async def _pass_on(self, plan: classify.Pass) -> None:
         """Decide at the headers: a decoder answers this request as it stands, and nobody needs to see its body."""
         self._account.bypassed(plan.reason)
-        destination = self._reserve_decoder()
+        destination = self._reserve_decoder(Need(subset=self._subset))
         self._account.decided("bypass")
         skip_body = not plan.no_body and not self._modes.streamed  # where it is streamed, Envoy would wait for ever
         reply = replies.request_headers(self._routing_headers(destination), self._spoofed, skip_body=skip_body)
@@ -186,46 +188,22 @@ class Exchange:
         assert request is not None  # set before the state BODY
         text = self._body.take()
         body = requestbody.read(text, request, json_depth=self._limits.json_depth)
-        if body is None:
-            await self._bypass(self._bypass_reason or "not_json", None, text, trailers)
-            return
-        reason = self._bypass_reason or openai.bypass_reason(request.route_path, body)
-        if not reason and len(text) < self._service.config.routing.min_prompt_bytes:
-            reason = "small_prompt"
-        if not reason:
-            reason = self._service.why_not_disaggregate(openai.model(body))
-        cached_on = None
-        if self._service.config.routing.bypass_cached_ratio is not None:
-            self._prefix = Prefix.of(body)
-            cached_on = self._cached_on(body, text) if not reason else None
-        if cached_on is not None:
-            await self._bypass("cached_prefix", body, text, trailers, cached_on)
-        elif reason:
-            await self._bypass(reason, body, text, trailers)
+        decision = decide(
+            self._service, request.route_path, body, len(text), subset=self._subset, bypass=self._bypass_reason
+        )
+        self._prefix = decision.prefix
+        if body is None or decision.bypass:
+            self._account.bypassed(decision.bypass)
+            destination = self._reserve_decoder(decision.need, first=decision.decoder)
+            self._account.decided("bypass")
+            decode = openai.decode_body(body, None) if body else text
+            await self._to_decoder(text, decode, destination, trailers)
         else:
-            await self._prefill_then_decode(request, body, text, trailers)
-
-    def _cached_on(self, body: JsonObject, text: bytes) -> Engine | None:
-        """The decoder that is expected to have so much of the prompt that a prefill leg does not pay."""
-        if self._prefix is None:
-            return None
-        usable = self._service.fleet.usable("decode", self._need(body, text))
-        best, ratio = self._service.prefixes.best(self._prefix, [engine for engine in usable if not engine.full])
-        enough = self._service.config.routing.bypass_cached_ratio
-        return best if enough is not None and ratio >= enough else None
-
-    async def _bypass(
-        self, reason: str, body: JsonObject | None, text: bytes, trailers: bool, decoder: Engine | None = None
-    ) -> None:
-        self._account.bypassed(reason)
-        destination = self._reserve_decoder(self._need(body, text) if body else None, first=decoder)
-        self._account.decided("bypass")
-        await self._to_decoder(text, openai.decode_body(body, None) if body else text, destination, trailers)
+            await self._prefill_then_decode(request, body, decision.need, text, trailers)
 
     async def _prefill_then_decode(
-        self, request: classify.Request, body: JsonObject, text: bytes, trailers: bool
+        self, request: classify.Request, body: JsonObject, need: Need, text: bytes, trailers: bool
     ) -> None:
-        need = self._need(body, text)
         destination = self._reserve_decoder(need, paired=True)
         time_left_s = max(0.0, self._deadline - time.monotonic())
         if not self._modes.streamed:  # in the full-duplex mode Envoy has no message timeout
@@ -260,16 +238,6 @@ class Exchange:
             self._account.decided("disaggregated")
             params = prefilled.handoff.params
         await self._to_decoder(text, openai.decode_body(body, params), destination, trailers)
-
-    def _need(self, body: JsonObject, text: bytes) -> Need:
-        """What the request asks of an engine. Tokens are estimated: about four bytes each."""
-        affinity_bytes = self._service.config.routing.affinity_bytes
-        return Need(
-            model=openai.model(body),
-            tokens=len(text) // _BYTES_PER_TOKEN,
-            affinity=openai.prompt_hash(body, affinity_bytes) if self._service.wants_affinity else None,
-            subset=self._subset,
-        )
 
     def _fall_back(self, failure: PrefillFailed, size: int) -> None:
         """Let the decoder prefill, where that is configured and within its bounds; raises RequestError otherwise."""
@@ -376,12 +344,9 @@ class Exchange:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _reserve_decoder(
-        self, need: Need | None = None, *, paired: bool = False, first: Engine | None = None
-    ) -> Destination:
+    def _reserve_decoder(self, need: Need, *, paired: bool = False, first: Engine | None = None) -> Destination:
         """Pick and reserve; raises RequestError where there is nothing to pick."""
         choices = self._service.config.routing.decode_choices
-        need = need or Need(subset=self._subset)
         destination = destinations.choose(self._service.fleet, need, choices, paired=paired, first=first)
         self._decoder = destination.reservation
         return destination

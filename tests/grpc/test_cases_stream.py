@@ -32,11 +32,11 @@ def phases(exchange: Exchange) -> list[str | None]:
 
 async def bypassed(stand: Stand, envoy: ScriptedEnvoy, reason: str, *arguments: Any, **options: Any) -> Exchange:
     """A request that goes to a decoder without a prefill, counted by that reason."""
-    before = (await stand.counts("extproc_bypass_total")).get(reason, 0)
+    before = stand.counts("extproc_bypass_total").get(reason, 0)
     exchange = await through(envoy, *arguments, **options)
     assert exchange.upstream.header(DESTINATION) in endpoints(stand)
     assert stand.prefills == []
-    assert (await stand.counts("extproc_bypass_total"))[reason] == before + 1
+    assert stand.counts("extproc_bypass_total")[reason] == before + 1
     return exchange
 
 

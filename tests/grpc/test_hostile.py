@@ -6,11 +6,10 @@ All tests share one service: whatever one of them does to it, the next one would
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from tests.grpc.stand import ASKS, JSON, Stand, decoded, refused, through
 from tests.support.engines import prefill_params
@@ -28,12 +27,12 @@ PATHS = [
 ]
 
 
-@pytest_asyncio.fixture(autouse=True, loop_scope="session")
-async def nothing_fails_inside(stand: Stand) -> AsyncIterator[None]:
+@pytest.fixture(autouse=True)
+def nothing_fails_inside(stand: Stand) -> Iterator[None]:
     """A client's input never runs into an error that nobody thought of."""
-    before = await stand.counts("extproc_errors_total")
+    before = stand.counts("extproc_errors_total")
     yield
-    after = await stand.counts("extproc_errors_total")
+    after = stand.counts("extproc_errors_total")
     assert after.get("internal", 0) == before.get("internal", 0)
 
 
