@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -29,13 +29,21 @@ from extproc.sim.server import SimEngine
 from tests.support.dns_server import DnsServer
 from tests.support.engines import Answer, RecordedRequest, answer_decode
 from tests.support.gateway import COMPLETIONS, Gateway
-from tests.support.simulated import Replica, until
+from tests.support.simulated import Replica, Stalls
+from tests.support.simulated import until as until_within
 
-pytestmark = pytest.mark.envoy
+pytestmark = [pytest.mark.envoy, pytest.mark.timeout(300)]
 
 HOST: Final = "127.0.0.1"
 RATE: Final = 10.0
 """Requests per second, where nothing else is said."""
+_MOST_UNDER_WAY: Final = 24
+_PATIENCE_S: Final = 60.0
+"""For things that take a second or two."""
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    await until_within(condition, _PATIENCE_S)
 
 
 # ---- load ----
@@ -55,7 +63,10 @@ class Sent:
 
 
 class Load:
-    """Requests at a steady rate, whatever becomes of those before; ``async with``: all have ended at its end."""
+    """Requests at a steady rate, whatever becomes of those before; ``async with``: all have ended at its end.
+
+    On a machine that cannot keep up the rate drops: only so many are under way at once.
+    """
 
     def __init__(self, url: str, rate: float = RATE, *, words: int = 40, most: int | None = None) -> None:
         self.sent: list[Sent] = []
@@ -67,7 +78,9 @@ class Load:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=20, limits=httpx.Limits())
+        self._client = httpx.AsyncClient(
+            base_url=self._url, trust_env=False, timeout=_PATIENCE_S, limits=httpx.Limits()
+        )
         self._run = asyncio.create_task(self._send())
         return self
 
@@ -81,8 +94,11 @@ class Load:
         started = time.monotonic()
         number = 0
         while not self._stop.is_set() and number != self._most:
-            self._tasks.add(asyncio.create_task(self._request(number)))
-            number += 1
+            if sum(not sent.ended for sent in self.sent) < _MOST_UNDER_WAY:
+                self._tasks.add(asyncio.create_task(self._request(number)))
+                number += 1
+            else:
+                started += 1 / self._rate
             due = started + number / self._rate
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), max(0.0, due - time.monotonic()))
@@ -164,7 +180,7 @@ class Site:
                 },
                 "prefill": {"attempts": 2, "timeout_s": 10},
                 "life": {"notice_s": 0.0, "drain_s": 5.0},
-                "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0"},
+                "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0", "message_timeout_s": 30},
             }
             for section, keys in sections.items():
                 values[section] = {**values.get(section, {}), **keys}
@@ -172,7 +188,9 @@ class Site:
             values["envoy"]["extproc"] = f"{HOST}:{site.server.grpc_port}"
             bootstrap = yaml.safe_load(render(build(values)))
             for cluster in bootstrap["static_resources"]["clusters"]:
-                cluster["connect_timeout"] = "5s"  # engines and test share an event loop, which may stand still
+                cluster["connect_timeout"] = "10s"  # engines and test share an event loop, which may stand still
+                for check in cluster.get("health_checks", []):
+                    check["timeout"] = "10s"
             site.envoy = await stack.enter_async_context(
                 envoy_process(yaml.safe_dump(bootstrap), directory=directory / "envoy", concurrency=1)
             )
@@ -387,31 +405,33 @@ async def test_every_engine_is_replaced_one_by_one_and_no_request_is_lost() -> N
 
 
 async def fails_and_returns(site: Site, load: Load, fail: Callable[[SimEngine], Any]) -> tuple[float, float]:
-    """prefill-1 fails, is left alone, and is taken back: seconds for either."""
+    """prefill-1 fails, is left alone, and is taken back: seconds for either, but for stalls of the event loop."""
     engine = site.engines["prefill-1"]
     await load.further(10)
     assert site.served("prefill-1") > 0
     await fail(engine)
-    out = await site.reaches("prefill-1", "ejected")
+    async with Stalls() as stalls:
+        out = await site.reaches("prefill-1", "ejected") - stalls.seconds
     await load.further(10)
     await engine.heal()
     healed, before = time.monotonic(), site.served("prefill-1")
-    await until(lambda: site.state("prefill-1") == "ready" and site.served("prefill-1") > before)
-    back = time.monotonic() - healed
+    async with Stalls() as stalls:
+        await until(lambda: site.state("prefill-1") == "ready" and site.served("prefill-1") > before)
+        back = time.monotonic() - healed - stalls.seconds
     await load.further(10)
     return out, back
 
 
 async def test_a_prefiller_that_accepts_and_never_answers() -> None:
     async with (
-        Site.started("prefill-1", "prefill-2", "decode-1", prefill={"timeout_s": 1.0, "attempts": 2}) as site,
+        Site.started("prefill-1", "prefill-2", "decode-1", prefill={"timeout_s": 2.0, "attempts": 2}) as site,
         Load(site.url) as load,
     ):
         out, back = await fails_and_returns(site, load, lambda engine: engine.fail("hang"))
     assert load.lost == []
     told(f"hanging prefiller: {len(load.sent)} requests, 0 lost; ejected after {out:.2f} s, back after {back:.2f} s")
-    # Three requests, one every 0.2 s, hang for a second each. Trials come 0.5 s, 1 s, 2 s … after the failure before.
-    assert 1.0 <= out < 4.0
+    # Three requests, one every 0.2 s, hang for 2 s each. Trials come 0.5 s, 1 s, 2 s … after the failure before.
+    assert out < 5.0
     assert back < 6.0
 
 
@@ -430,11 +450,13 @@ async def test_a_prefiller_whose_process_dies_and_comes_back() -> None:
         await load.further(10)
         await site.engines["prefill-1"].fail("refuse")
         started = time.monotonic()
-        await until(lambda: site.state("prefill-1") in ("ejected", "unhealthy"))
-        out = time.monotonic() - started
+        async with Stalls() as stalls:
+            await until(lambda: site.state("prefill-1") in ("ejected", "unhealthy"))
+            out = time.monotonic() - started - stalls.seconds
         await site.reaches("prefill-1", "unhealthy")
         await site.engines["prefill-1"].heal()
-        back = await site.reaches("prefill-1", "ready")
+        async with Stalls() as stalls:
+            back = await site.reaches("prefill-1", "ready") - stalls.seconds
         before = site.served("prefill-1")
         await until(lambda: site.served("prefill-1") > before)
     assert load.lost == []
@@ -506,12 +528,12 @@ async def test_a_dns_name_that_changes() -> None:
                 await load.further(10)
                 for name, host in (("prefill-2", "127.0.0.4"), ("decode-2", "127.0.0.5")):
                     started.engines[name] = await stack.enter_async_context(engine_at(name, host, port))
-                changed = time.monotonic()
+                changed, stalls = time.monotonic(), await stack.enter_async_context(Stalls())
                 dns.set("prefill.test", "A", "127.0.0.4", ttl=1)
                 dns.set("decode.test", "A", "127.0.0.5", ttl=1)
                 await started.envoy_has({"decode-2": "HEALTHY"})
                 await until(lambda: started.served("prefill-2") > 0 and started.served("decode-2") > 0)
-                taken = time.monotonic() - changed
+                taken = time.monotonic() - changed - stalls.seconds
                 await until(
                     lambda: not any(started.engines[name].engine.pool.used for name in ("prefill-1", "decode-1"))
                 )
@@ -555,7 +577,7 @@ async def test_two_replicas_share_the_load_and_one_is_killed() -> None:
                 role: [{"url": e.url, "name": name} for name, e in engines.items() if name.startswith(role)]
                 for role in ("prefill", "decode")
             },
-            "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0"},
+            "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0", "message_timeout_s": 30},
         }
         replicas = [Replica(f"extproc-{number}", values, directory, client) for number in (1, 2)]
         for replica in replicas:
@@ -626,10 +648,11 @@ async def test_a_prompt_that_a_decoder_has_most_of_goes_there_without_a_prefill(
             return counts
 
         story = "Once upon a time " * 500  # eight blocks
-        assert await ask(story) == [1, 1, 0, 0]
-        for turn in range(1, 4):  # always the decoder that has it, though it is others' turn
+        prefills, *first = await ask(story)
+        assert (prefills, sum(first)) == (1, 1)
+        for _ in range(3):  # always the decoder that has it, though it is others' turn
             story += "and then " * 200
-            assert await ask(story) == [0, 1, 0, 0], turn
+            assert await ask(story) == [0, *first]
         assert await gateway.counts("extproc_bypass_total") == {"cached_prefix": 3}
 
         assert (await ask("Something else " * 500))[0] == 1
