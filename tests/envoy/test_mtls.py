@@ -87,4 +87,4 @@ async def test_an_envoy_without_the_right_certificate_gets_nowhere(both: Both, t
     async with _Unheard.started(both.settings(), prefill=1, decode=1) as gateway:
         assert (await gateway.post()).status_code == 500
         assert gateway.prefills == gateway.decodes == []
-        assert await gateway.counts("extproc_exchanges_total") == {}
+        assert gateway.counts("extproc_exchanges_total") == {}
