@@ -20,6 +20,7 @@ import uvicorn
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc import replies
 from extproc.bootstrap import HANDOFF_BYTES, render
 from extproc.config import build
 from extproc.pb.envoy.config.core.v3 import base_pb2
@@ -508,7 +509,8 @@ async def test_a_chunked_request_arrives_whole_and_with_a_length(upstream: Upstr
 
 async def pass_without_body(request: pb.ProcessingRequest) -> AsyncIterator[pb.ProcessingResponse]:
     mode = processing_mode_pb2.ProcessingMode
-    reply = nothing("request_headers")
+    # As the service does for all it has seen: what carries no destination is taken for unseen, and looked into.
+    reply = replies.request_headers([(replies.DESTINATION, b"127.0.0.1:1")])
     reply.mode_override.CopyFrom(
         mode(request_header_mode=mode.SEND, response_header_mode=mode.SEND, request_body_mode=mode.NONE)
     )
