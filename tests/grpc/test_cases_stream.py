@@ -447,7 +447,9 @@ async def test_B36_streams_that_are_reset_at_any_point_leave_nothing(stand: Stan
     assert resident_bytes() - before < 20 * 1024 * 1024
     assert stand.server is not None
     accounts = stand.server.releases.accounts
-    assert accounts.pending == 0
+    async with asyncio.timeout(10):  # the last releases end in the background
+        while accounts.pending:
+            await asyncio.sleep(0.01)
     async with stand.envoy(mode) as envoy:
         assert (await through(envoy)).immediate is None
 
