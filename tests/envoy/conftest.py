@@ -8,10 +8,11 @@ Modules that use the shared one run on the session's event loop::
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest_asyncio
 
-from tests.support.gateway import Gateway
+from tests.support.gateway import ENGINE_KEY, FALLBACK_BYTES, Gateway
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -27,3 +28,26 @@ async def gateway(default_gateway: Gateway) -> AsyncIterator[Gateway]:
     await default_gateway.reset()
     yield default_gateway
     await default_gateway.settled()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def fallback_gateway() -> AsyncIterator[Gateway]:
+    """Decoders prefill where no prefiller can; engines have a key; few connections to them."""
+    settings: dict[str, Any] = {
+        "fleet": {"api_key": ENGINE_KEY},
+        "prefill": {
+            "timeout_s": 1.5,
+            "on_failure": "decode",
+            "fallback": {"max_body_bytes": FALLBACK_BYTES, "max_concurrent": 1},
+            "max_connections": 4,
+        },
+    }
+    async with Gateway.started(settings) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def falling_back(fallback_gateway: Gateway) -> AsyncIterator[Gateway]:
+    await fallback_gateway.reset()
+    yield fallback_gateway
+    await fallback_gateway.settled()

@@ -7,11 +7,12 @@ import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from tests.support.engines import Answer, RecordedRequest, answer_prefill
-from tests.support.gateway import CHAT, CHAT_BODY, COMPLETIONS, Gateway, until
+from tests.support.gateway import CHAT, CHAT_BODY, COMPLETIONS, Gateway, until, until_async
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="session")]
 
@@ -69,6 +70,33 @@ async def test_B08_B10_the_destination_header_names_the_decoder_first(gateway: G
     for engine, second in ((one, other), (other, one)):
         values = [request.header(DESTINATION) for request in engine.requests]
         assert values == [f"{engine.endpoint},{second.endpoint}"] * 2
+
+
+async def test_B10_without_a_decoder_the_client_is_told(gateway: Gateway) -> None:
+    assert gateway.server is not None
+    fleet = gateway.server.service.fleet
+    for name in ("decode-1", "decode-2"):
+        assert fleet.drain(name, drained=True)
+    try:
+        responses = [await gateway.post(path=path) for path in (CHAT, "/v1/embeddings")]
+    finally:
+        for name in ("decode-1", "decode-2"):
+            fleet.drain(name, drained=False)
+    for response in responses:
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.headers["content-type"] == "application/json"
+        error = response.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("server_error", None, "no_decoder")
+        assert error["message"] == "No decode engine is ready."
+    assert gateway.prefills == gateway.decodes == []
+    await until_async(gateway_is_serving(gateway))
+
+
+def gateway_is_serving(gateway: Gateway) -> Callable[[], Awaitable[bool]]:
+    async def serving() -> bool:
+        return (await gateway.client.get(f"{gateway.admin_url}/readyz")).status_code == 200
+
+    return serving
 
 
 async def test_clients_cannot_steer(gateway: Gateway) -> None:

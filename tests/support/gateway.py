@@ -38,6 +38,10 @@ CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 CHAT_BODY: Final = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
 
+FALLBACK_BYTES: Final = 2000
+"""The largest body that falls back to its decoder, where a gateway falls back at all."""
+ENGINE_KEY: Final = "configured-key"
+
 Settings = Mapping[str, Mapping[str, Any]]
 Change = Callable[[dict[str, Any]], None]
 """Edits the parsed bootstrap in place."""
