@@ -18,9 +18,9 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from extproc import classify, destinations, openai, replies, requestbody
 from extproc.decision import decide
@@ -60,6 +60,14 @@ class State(enum.Enum):
     ANSWERED = "answered"
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Of a body. Held instead of Envoy's message, which would keep the bytes in memory a second time."""
+
+    data: bytes
+    end_of_stream: bool
+
+
 class Exchange:
     """Feed it Envoy's messages with :meth:`on`; call :meth:`close` once the stream is over, however it ended."""
 
@@ -93,48 +101,50 @@ class Exchange:
         """Whether Envoy can go on alone: all its messages are answered (or, ``late``, all that steer the request)."""
         return self._state is State.RESPONDING or (late and self._state is State.DISPATCHED)
 
-    async def on(self, message: ext_proc.ProcessingRequest) -> None:
-        """Answer one message. Only cancellation gets out of here: everything else becomes a reply."""
+    def on(self, message: ext_proc.ProcessingRequest) -> Coroutine[Any, Any, None]:
+        """Answer one message, once awaited; the message can be let go of before.
+
+        Only cancellation gets out of there: everything else becomes a reply.
+        """
+        if self._state is State.HEADERS:
+            self._modes.adopt(message)
         phase = message.WhichOneof("request") or ""
+        if not phase.endswith("_body"):
+            return self._answer(phase, message)
+        body: ext_proc.HttpBody = getattr(message, phase)
+        return self._answer(phase, _Piece(body.body, body.end_of_stream))
+
+    async def _answer(self, phase: str, event: ext_proc.ProcessingRequest | _Piece) -> None:
         try:
-            await self._dispatch(phase, message)
+            await self._dispatch(phase, event)
         except RequestError as error:
             await self._send(self._refusal(error))
         except Exception:  # noqa: BLE001 (an unanswered message would hang the client)
             log.exception("exchange failed", request_id=self._account.request_id, phase=phase)
-            await self._send(
-                self._refusal(RequestError(500, "internal", "The gateway failed to process this request."))
-            )
+            fault = RequestError(500, "internal", "The gateway failed to process this request.")
+            await self._send(self._refusal(fault))
 
-    async def _dispatch(self, phase: str, message: ext_proc.ProcessingRequest) -> None:
-        if self._state is State.HEADERS:
-            self._modes.adopt(message)
+    async def _dispatch(self, phase: str, event: ext_proc.ProcessingRequest | _Piece) -> None:
         if self.answered or not phase:
             return
-        match phase, self._state:
-            case "request_headers", State.HEADERS:
-                await self._on_request_headers(message)
-            case "request_body" | "request_trailers", State.HEADERS:
+        match phase, self._state, event:
+            case "request_headers", State.HEADERS, ext_proc.ProcessingRequest():
+                await self._on_request_headers(event)
+            case "request_body" | "request_trailers", State.HEADERS, _:
                 raise unserved("request_header_mode", "SKIP", "SEND")
-            case "request_headers", State.BODY if self._modes.streamed:
+            case "request_headers", State.BODY, _ if self._modes.streamed:
                 pass  # their reply is held back until the body is here
-            case "request_body", State.BODY:
-                await self._on_request_body(message.request_body)
-            case "request_trailers", State.BODY:
+            case "request_body", State.BODY, _Piece():
+                await self._on_request_body(event)
+            case "request_trailers", State.BODY, _:
                 await self._on_body_complete(trailers=True)
-            case "response_headers", State.HEADERS | State.BODY | State.DISPATCHED:
-                await self._on_response_headers(message)
+            case "response_headers", State.HEADERS | State.BODY | State.DISPATCHED, ext_proc.ProcessingRequest():
+                await self._on_response_headers(event)
+            case _, _, _Piece() if self._modes.sends_back(phase):  # there, a body that is not sent back is dropped
+                for chunk in replies.streamed_body(phase, event.data, end_of_stream=event.end_of_stream):
+                    await self._send(chunk)
             case _:
-                await self._pass_along(phase, message)
-
-    async def _pass_along(self, phase: str, message: ext_proc.ProcessingRequest) -> None:
-        """What changes nothing. In the full-duplex mode a body that is not sent back is dropped."""
-        if phase.endswith("_body") and self._modes.sends_back(phase):
-            body: ext_proc.HttpBody = getattr(message, phase)
-            for chunk in replies.streamed_body(phase, body.body, end_of_stream=body.end_of_stream):
-                await self._send(chunk)
-        else:
-            await self._send(replies.nothing(phase))
+                await self._send(replies.nothing(phase))
 
     # ── request headers ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,9 +178,9 @@ class Exchange:
 
     # ── request body ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _on_request_body(self, body: ext_proc.HttpBody) -> None:
-        self._body.add(body.body)
-        if body.end_of_stream or not self._modes.streamed:
+    async def _on_request_body(self, piece: _Piece) -> None:
+        self._body.add(piece.data)
+        if piece.end_of_stream or not self._modes.streamed:
             await self._on_body_complete()
 
     def _body_is_late(self) -> None:

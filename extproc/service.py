@@ -137,7 +137,9 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
         self._service.endings.connections.opened(connection)
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
-                await exchange.on(message)
+                answering = exchange.on(message)
+                del message  # its bytes would be held as long as the answer takes
+                await answering
         except asyncio.CancelledError:
             if not self._service.was_let_go(exchange):
                 raise
