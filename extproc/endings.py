@@ -99,7 +99,7 @@ class Endings:
 
     def dispatched(self, handoff: Handoff, request_id: str) -> str | None:
         """The handoff goes to Envoy; returns the ticket to send along, or None where none would be of use."""
-        self._recent.handed_over(request_id, _handoff_id(handoff))
+        self._recent.handed_over(request_id, _handoff_id(handoff), handoff.prefiller.name)
         text = self._sealed(handoff)
         self._on_their_way[id(handoff)] = _Dispatched(handoff, time.monotonic(), text is not None)
         return text

@@ -49,7 +49,8 @@ class Stack:
     """An async context manager; inside it, ``url`` is where a client finds Envoy.
 
     ``settings`` is merged over the configuration that fits the started engines (sections as in the file);
-    ``engine_arguments`` are given to every simulated engine.
+    ``engine_arguments`` are given to every simulated engine, and Envoy gets what ``change_bootstrap`` makes of its
+    bootstrap.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Stack:
         kind: EngineKind = "sim",
         settings: Mapping[str, Any] | None = None,
         engine_arguments: Sequence[str] = (),
+        change_bootstrap: Callable[[str], str] = lambda text: text,
         progress: Progress = lambda _: None,
     ) -> None:
         self.directory = directory
@@ -69,6 +71,7 @@ class Stack:
         self._counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
         self._settings = settings or {}
         self._arguments = list(engine_arguments)
+        self._change_bootstrap = change_bootstrap
         self._progress = progress
         self._stack = AsyncExitStack()
 
@@ -157,7 +160,8 @@ class Stack:
         from extproc.bootstrap import render
 
         self._progress("starting Envoy")
-        self.envoy: EnvoyProcess = envoy_process(render(self.config), directory=self.directory / "envoy")
+        bootstrap = self._change_bootstrap(render(self.config))
+        self.envoy: EnvoyProcess = envoy_process(bootstrap, directory=self.directory / "envoy")
         await stack.enter_async_context(self.envoy)
         try:
             await self.service_seen_by_envoy()

@@ -64,6 +64,7 @@ class Account:
     def decided(self, decision: str) -> None:
         self.decision = decision
         self._metrics.exchanges.labels(decision).inc()
+        self._recent.note(self.request_id, decision=decision, **self._prefill_times())
 
     def refused(self, code: str, status: int) -> None:
         """We answered with an error."""
@@ -104,8 +105,7 @@ class Account:
             "status": self.status,
             "prefill_ms": round(prefilled.seconds * 1000, 1) if prefilled else None,
             "queued_ms": round(prefilled.queued_s * 1000, 1) if prefilled else None,
-            "prefill_from_ms": self._since_start(self._prefill_from),
-            "prefill_to_ms": self._since_start(self._prefill_to),
+            **self._prefill_times(),
             "total_ms": self._since_start(time.monotonic()),
         }
         told = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
@@ -116,6 +116,12 @@ class Account:
         self.span.end()
         self._recent.note(self.request_id, **record)
         (log.warning if failed else log.info)("exchange", **record)
+
+    def _prefill_times(self) -> dict[str, float | None]:
+        return {
+            "prefill_from_ms": self._since_start(self._prefill_from),
+            "prefill_to_ms": self._since_start(self._prefill_to),
+        }
 
     def _since_start(self, moment: float | None) -> float | None:
         return None if moment is None else round((moment - self._started) * 1000, 1)

@@ -44,9 +44,9 @@ class Recent:
                 del self._aliases[alias]
         self._handoffs.pop(record.get("_handoff", ("", "")), None)
 
-    def handed_over(self, request_id: str, handoff_id: tuple[str, str]) -> None:
+    def handed_over(self, request_id: str, handoff_id: tuple[str, str], prefiller: str) -> None:
         """Tie a handoff to its request, so that its release can be told."""
-        self.note(request_id, _handoff=handoff_id)
+        self.note(request_id, _handoff=handoff_id, prefiller=prefiller)
         self._handoffs[handoff_id] = request_id
 
     def released(self, handoff_id: tuple[str, str], result: str, seconds: float) -> None:
