@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import grpc
+import structlog
 
 from extproc import ticket
 from extproc.config import build
@@ -20,6 +22,7 @@ from extproc.endings import Endings
 from extproc.enginehttp import Call, EngineAnswer, EngineClient, EngineUnavailable
 from extproc.fleet import engines
 from extproc.fleet.fleet import Fleet, policies
+from extproc.pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.prefill import Prefiller
 from extproc.release import ReleaseService
@@ -33,7 +36,10 @@ from extproc.telemetry.tracing import Tracing
 Behaviour = Literal["ok", "refuses", "fails", "no params", "gone", "hangs", "late"]
 BEHAVIOURS: Final[tuple[Behaviour, ...]] = ("ok", "refuses", "fails", "no params", "gone", "hangs", "late")
 End = Literal["half-close", "cancel"]
+Answered = tuple[ext_proc.ProcessingRequest, list[ext_proc.ProcessingResponse]]
+"""A message, and the replies that came before the next one was read."""
 
+_KINDS: Final = re.compile(r"(request|response)_(headers|body|trailers)")
 _NOT_FOUND: Final = EngineAnswer(404, (), b'{"error":{"message":"The model does not exist.","code":404}}')
 
 
@@ -97,7 +103,7 @@ class Context:
         self._messages = iter(messages)
         self._end = end
         self._pauses = pauses
-        self.replies: list[tuple[ext_proc.ProcessingRequest, list[ext_proc.ProcessingResponse]]] = []
+        self.replies: list[Answered] = []
         self.task: asyncio.Task[None] | None = None
 
     _numbers = itertools.count()
@@ -171,8 +177,8 @@ class Inner:
         end: End = "half-close",
         pauses: int = 0,
         cancel_after: int | None = None,
-    ) -> list[tuple[ext_proc.ProcessingRequest, list[ext_proc.ProcessingResponse]]]:
-        """One stream; each message with the replies that came before the next one was read.
+    ) -> list[Answered]:
+        """One stream.
 
         ``cancel_after`` turns of the loop the stream is reset, wherever it is.
         """
@@ -215,3 +221,47 @@ def _value(gauge: Any) -> float:
 def members(replies: Iterable[ext_proc.ProcessingResponse]) -> list[str]:
     """What the replies answer, but for those that ask for more time."""
     return [reply.WhichOneof("response") or "" for reply in replies if not reply.HasField("override_message_timeout")]
+
+
+def check_replies(exchanges: Sequence[Answered]) -> None:
+    """One reply of its phase for each message, until the request is answered; none only while a body is streamed."""
+    answered, streamed, held, begun = False, False, False, False
+    for message, replies in exchanges:
+        kind, got = message.WhichOneof("request"), members(replies)
+        if not begun and message.HasField("protocol_config"):
+            streamed = message.protocol_config.request_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+        begun = begun or kind in ("request_headers", "response_headers")
+        held = held and kind != "response_headers"  # Envoy has answered by itself
+        assert all(kind_ == "immediate_response" or _KINDS.fullmatch(kind_) for kind_ in got)
+        if answered or not kind:
+            assert got == []
+        elif "immediate_response" in got:
+            assert got == ["immediate_response"]
+            answered = True
+        elif kind == "request_headers" and not got:
+            assert streamed  # and, where it comes twice, held back already
+            held = True
+        elif held and kind in ("request_body", "request_trailers") and not got:
+            assert kind == "request_body"
+            assert not message.request_body.end_of_stream
+        elif held and got[0] == "request_headers":
+            held = False
+            ends = ["request_trailers"] if kind == "request_trailers" else []
+            assert got[1:] == ["request_body"] * (len(got) - 1 - len(ends)) + ends
+            assert len(got) > 1 + len(ends)
+        elif kind.endswith("_body") and len(got) > 1:
+            assert set(got) == {kind}
+            assert len(getattr(message, kind).body) > 62_000
+        else:
+            assert got == [kind]
+
+
+def raise_what_fails_inside() -> None:
+    """Instead of logging it; all other log lines are dropped: one for each of thousands of exchanges helps nobody."""
+    structlog.configure(processors=[_raise_failures])
+
+
+def _raise_failures(_logger: Any, _method: str, entry: Any) -> Any:
+    if entry.get("exc_info"):
+        raise AssertionError(f"failed inside: {entry}")
+    raise structlog.DropEvent

@@ -294,6 +294,12 @@ async def test_steering_headers_of_a_client_reach_no_engine(
     }
 
 
+@pytest.mark.parametrize("query", ["a=%00%ff", 'q="<>|\\^`{}', "%", "%zz", "?", "a=b&a=b;c", "x" * 8000])
+async def test_any_query_reaches_both_legs_as_it_is(envoy: ScriptedEnvoy, stand: Stand, query: str) -> None:
+    upstream = await decoded(envoy, path=f"{CHAT}?{query}")
+    assert (upstream.path, stand.prefill.target) == (f"{CHAT}?{query}", f"{CHAT}?{query}")
+
+
 @pytest.mark.parametrize("value", ["r" * 256, "r" * 257, "r" * 50_000, "é\xff", "a b;c", ""])
 async def test_absurd_request_ids_come_back_and_steer_nothing(
     envoy: ScriptedEnvoy, stand: Stand, value: str, capsys: pytest.CaptureFixture[str]

@@ -182,6 +182,14 @@ async def test_what_comes_twice_or_too_late_changes_nothing(stand: Stand) -> Non
     assert len(stand.prefills) == 1
 
 
+async def test_headers_that_come_twice_are_not_let_go_before_their_body(stand: Stand) -> None:
+    """Where the reply to them is held back, another one would have the request go on as the client sent it."""
+    number = ProcessingMode.FULL_DUPLEX_STREAMED
+    found = await replies(stand, [headers(body=number), headers(body=number), body(end=False), body(b"")])
+    assert members(found) == ["request_headers", "request_body"]
+    assert DESTINATION in str(found[0].dynamic_metadata)
+
+
 async def test_an_empty_message_is_no_message(stand: Stand) -> None:
     assert members(await replies(stand, [Message(), headers(), Message(), body(), Message()])) == [
         "request_headers",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from extproc.jsonobject import JsonObject
 from extproc.openai import CONNECTOR_KEYS
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from tests.grpc.inner import BEHAVIOURS, Behaviour, End, Inner, members
+from tests.grpc.inner import BEHAVIOURS, Behaviour, End, Inner, check_replies, raise_what_fails_inside
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 searched = settings(
@@ -61,15 +60,9 @@ def inner(run: Run[Any], request: pytest.FixtureRequest) -> Iterator[Inner]:
 def quiet() -> Iterator[None]:
     """A line for each of thousands of exchanges helps nobody; what fails inside fails the test."""
     before = structlog.get_config()
-    structlog.configure(processors=[_drop_all_but_errors])
+    raise_what_fails_inside()
     yield
     structlog.configure(**before)
-
-
-def _drop_all_but_errors(_logger: Any, _method: str, entry: Any) -> Any:
-    if entry.get("exc_info"):
-        raise AssertionError(f"failed inside: {entry}")
-    raise structlog.DropEvent
 
 
 def test_a_failure_inside_would_be_seen(run: Run[Any], inner: Inner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,41 +274,6 @@ _body_messages = st.builds(body_message, _body_texts, end=st.booleans())
 _in_order = st.tuples(_header_messages, _body_messages, _response_headers()).map(list)
 _any_order = st.lists(_header_messages | _body_messages | _response_headers() | _others, max_size=7)
 sequences = _in_order | _any_order | st.tuples(_in_order, _any_order).map(lambda both: both[0] + both[1])
-
-KINDS = re.compile(r"(request|response)_(headers|body|trailers)")
-
-
-def check_replies(exchanges: Sequence[tuple[Message, Sequence[ext_proc.ProcessingResponse]]]) -> None:
-    """One reply of its phase for each message, until the request is answered; none only while a body is streamed."""
-    answered, streamed, held, begun = False, False, False, False
-    for message, replies in exchanges:
-        kind, got = message.WhichOneof("request"), members(replies)
-        if not begun and message.HasField("protocol_config"):
-            streamed = message.protocol_config.request_body_mode == FULL_DUPLEX
-        begun = begun or kind in ("request_headers", "response_headers")
-        held = held and kind != "response_headers"  # Envoy has answered by itself
-        assert all(kind_ == "immediate_response" or KINDS.fullmatch(kind_) for kind_ in got)
-        if answered or not kind:
-            assert got == []
-        elif "immediate_response" in got:
-            assert got == ["immediate_response"]
-            answered = True
-        elif kind == "request_headers" and not got:
-            assert streamed  # and, where it comes twice, held back already
-            held = True
-        elif held and kind in ("request_body", "request_trailers") and not got:
-            assert kind == "request_body"
-            assert not message.request_body.end_of_stream
-        elif held and got[0] == "request_headers":
-            held = False
-            ends = ["request_trailers"] if kind == "request_trailers" else []
-            assert got[1:] == ["request_body"] * (len(got) - 1 - len(ends)) + ends
-            assert len(got) > 1 + len(ends)
-        elif kind.endswith("_body") and len(got) > 1:
-            assert set(got) == {kind}
-            assert len(getattr(message, kind).body) > 62_000
-        else:
-            assert got == [kind]
 
 
 @searched
