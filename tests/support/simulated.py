@@ -210,9 +210,10 @@ class Pair:
             for number, engine in enumerate(engines, 1)
         ]
 
-    async def open(self, url: str | None = None, **more: Any) -> Request:
+    async def open(self, url: str | None = None, *, headers: Mapping[str, str] | None = None, **more: Any) -> Request:
         """Send :func:`chat`'s request, with ``more`` in its body, to Envoy or to ``url``, and return at once."""
-        request = await Request.send(url or self.gateway.url, {"model": self.name, **chat(**more)})
+        body = {"model": self.name, **chat(**more)}
+        request = await Request.send(url or self.gateway.url, body, headers=headers)
         self.gateway.keep(request)
         return request
 
@@ -397,6 +398,11 @@ class SimGateway:
     def keep(self, request: Request) -> None:
         """Close this one's connection at the next :meth:`mark`, or at the end."""
         self._kept.append(request)
+
+    async def drop(self, request: Request) -> None:
+        """Close a connection now."""
+        self._kept.remove(request)
+        await request.close()
 
     async def close_requests(self) -> None:
         for request in self._kept:
