@@ -59,6 +59,10 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.bench ## Contenders side by side: time and CPU (about 15 minutes; writes bench/results)
 	$(BIN)/python -m bench.run --write
 
+.PHONY: bench-release
+bench-release: $(VENV)/.bench ## From a dead stream to freed blocks
+	$(BIN)/python -m bench.release
+
 .PHONY: lint
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
