@@ -90,11 +90,16 @@ def probe(
     ],
     target: Annotated[str, typer.Option(help="The service's gRPC address, host:port.")] = "127.0.0.1:9002",
     timeout: Annotated[float, typer.Option(help="Seconds for each request.")] = 120.0,
+    ca: Annotated[Path | None, typer.Option(help="The service has TLS: trust this CA (PEM).")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Show this certificate (PEM), with --key.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
 ) -> None:
     """Play Envoy against a running service and print every change it would make (the prefill call is real)."""
-    from extproc.probe import run
+    from extproc.probe import TlsFiles, run
 
-    run(target, requests, timeout_s=timeout)
+    if ca is None and (certificate or key):
+        raise ConfigError("--certificate and --key need --ca")
+    run(target, requests, timeout_s=timeout, tls=TlsFiles(ca, certificate, key) if ca else None)
 
 
 def _register() -> None:

@@ -6,24 +6,36 @@ so the service has the prefiller's blocks freed again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Annotated, Any, Final
 
 import grpc
+import msgspec
 
+from extproc.config import split_listen
 from extproc.errors import ConfigError, ExtprocError
 from extproc.pb.envoy.config.core.v3 import base_pb2
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 
+_REFUSES: Final = "answers by itself"
+
 
 class ProbeError(ExtprocError):
-    """The service could not be reached, or did not answer as the protocol asks."""
+    """The service could not be reached, or did not answer as the protocol asks.
+
+    ``code`` is gRPC's, or None where the stream itself went well.
+    """
+
+    def __init__(self, message: str, code: grpc.StatusCode | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -44,21 +56,22 @@ class ProbeRequest:
         try:
             text = file.read_bytes()
             value = json.loads(text)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: not JSON: {error}") from None
         if not isinstance(value, dict):
             raise ConfigError(f"{file}: expected a JSON object")
         if "path" not in value:
             path = "/v1/chat/completions" if "messages" in value else "/v1/completions"
             return cls(path, text)
-        if unknown := set(value) - {"path", "method", "headers", "body"}:
-            raise ConfigError(f"{file}: unknown keys {sorted(unknown)}")
-        body = value.get("body", "")
-        encoded = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        return cls(str(value["path"]), encoded, str(value.get("method", "POST")), dict(value.get("headers", {})))
+        try:
+            return msgspec.convert(value, _Described).request()
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{file}: {error}") from None
 
-    def messages(self) -> Iterator[ext_proc.ProcessingRequest]:
-        """What Envoy sends for it in the BUFFERED mode: headers, then the body if there is one."""
+    def headers_message(self) -> ext_proc.ProcessingRequest:
+        """What Envoy sends of it first, in the BUFFERED mode."""
         headers = {
             ":method": self.method,
             ":path": self.path,
@@ -69,7 +82,7 @@ class ProbeRequest:
             **{name.lower(): value for name, value in self.headers.items()},
         }
         pairs = [base_pb2.HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()]
-        yield ext_proc.ProcessingRequest(
+        return ext_proc.ProcessingRequest(
             request_headers=ext_proc.HttpHeaders(
                 headers=base_pb2.HeaderMap(headers=pairs), end_of_stream=not self.body
             ),
@@ -77,8 +90,23 @@ class ProbeRequest:
                 request_body_mode=ProcessingMode.BUFFERED, response_body_mode=ProcessingMode.NONE
             ),
         )
-        if self.body:
-            yield ext_proc.ProcessingRequest(request_body=ext_proc.HttpBody(body=self.body, end_of_stream=True))
+
+    def body_message(self) -> ext_proc.ProcessingRequest:
+        """What it sends next, where there is a body and the service wants it."""
+        return ext_proc.ProcessingRequest(request_body=ext_proc.HttpBody(body=self.body, end_of_stream=True))
+
+
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    """A request as a file describes it."""
+
+    path: Annotated[str, msgspec.Meta(pattern="^/")]
+    method: str = "POST"
+    headers: dict[str, str] = {}
+    body: Any = ""
+
+    def request(self) -> ProbeRequest:
+        body = self.body if isinstance(self.body, str) else json.dumps(self.body)
+        return ProbeRequest(self.path, body.encode(), self.method, self.headers)
 
 
 @dataclass
@@ -94,6 +122,8 @@ class Transcript:
     immediate_status: int | None = None
     immediate_body: bytes = b""
     details: str = ""
+    wants_body: bool = True
+    """False where the service has told Envoy to keep the body to itself."""
 
     def take(self, response: ext_proc.ProcessingResponse) -> bool:
         """Add one reply. Returns whether it answers its message (a request for more time does not)."""
@@ -111,6 +141,8 @@ class Transcript:
             self.immediate_body = response.immediate_response.body
             self.details = response.immediate_response.details
             return True
+        if response.HasField("mode_override"):
+            self.wants_body = response.mode_override.request_body_mode != ProcessingMode.NONE
         common = getattr(response, kind).response
         for option in common.header_mutation.set_headers:
             self.set_headers[option.header.key] = option.header.raw_value.decode("latin-1")
@@ -126,19 +158,27 @@ def play(channel: grpc.Channel, request: ProbeRequest, *, timeout_s: float = 120
     outgoing: SimpleQueue[ext_proc.ProcessingRequest | None] = SimpleQueue()
     transcript = Transcript()
     replies = stub.Process(iter(outgoing.get, None), timeout=timeout_s)
+
+    def ask(message: ext_proc.ProcessingRequest) -> None:
+        outgoing.put(message)
+        while not transcript.take(next(replies)):
+            pass
+
     try:
-        for message in request.messages():
-            outgoing.put(message)
-            while not transcript.take(next(replies)):
-                pass
-            if transcript.immediate_status is not None:
-                break
+        ask(request.headers_message())
+        if request.body and transcript.wants_body and transcript.immediate_status is None:
+            ask(request.body_message())
     except StopIteration:
         raise ProbeError("the service ended the stream without answering") from None
     except grpc.RpcError as error:
-        raise ProbeError(f"the service failed: {error.code().name}: {error.details()}") from None
+        code = error.code()
+        what = "cannot be reached" if code is grpc.StatusCode.UNAVAILABLE else "failed"
+        raise ProbeError(f"the service {what}: {code.name}: {error.details()}", code) from None
     finally:
         outgoing.put(None)
+    with contextlib.suppress(grpc.RpcError):  # the answers are here; this is but the stream's end
+        for _ in replies:
+            pass
     return transcript
 
 
@@ -157,37 +197,73 @@ def _members(body: bytes) -> dict[str, str]:
     return {key: json.dumps(item) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def run(target: str, files: Sequence[Path], *, timeout_s: float) -> None:
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files for a service with ``grpc.tls``: the CA to trust, and what to show where ``client_ca`` is set."""
+
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ConfigError."""
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("--certificate and --key belong together")
+        try:
+            ca, key, certificate = (path and path.read_bytes() for path in (self.ca, self.key, self.certificate))
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def connect(target: str, tls: TlsFiles | None = None) -> grpc.Channel:
+    """A channel to ``host:port``. Raises ConfigError."""
+    try:
+        split_listen(target)
+    except ValueError:
+        raise ConfigError(f"--target: {target!r}: expected host:port, like 127.0.0.1:9002") from None
+    options = [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+    ]
+    if tls is None:
+        return grpc.insecure_channel(target, options)
+    return grpc.secure_channel(target, tls.credentials(), options)
+
+
+def run(target: str, files: Sequence[Path], *, timeout_s: float, tls: TlsFiles | None = None) -> None:
     """Probe each file's request and print what happens to it. Raises ProbeError or ConfigError."""
     from rich.console import Console
+    from rich.text import Text
 
-    console = Console()
-    with grpc.insecure_channel(target) as channel:
-        for file in files:
-            request = ProbeRequest.read(file)
-            console.print(f"[bold]{request.method} {request.path}[/]  {len(request.body)} bytes")
-            _print(console, request, play(channel, request, timeout_s=timeout_s))
+    requests = [ProbeRequest.read(file) for file in files]
+    console = Console(highlight=False, soft_wrap=True)
+    with connect(target, tls) as channel:
+        for request in requests:
+            console.print(Text(f"{request.method} {request.path}", "bold"), f"({len(request.body)} bytes)")
+            for what, text in told(request, play(channel, request, timeout_s=timeout_s)):
+                # Others' text, none of it markup.
+                console.print(Text.assemble(f"  {what:<18}", text, style="red" if what == _REFUSES else ""))
 
 
-def _print(console: Any, request: ProbeRequest, transcript: Transcript) -> None:
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2))
+def told(request: ProbeRequest, transcript: Transcript) -> Iterator[tuple[str, str]]:
+    """(what the service does, to what) for each of its changes, in Envoy's order."""
     if transcript.more_time_s is not None:
-        table.add_row("asks Envoy for", f"{transcript.more_time_s:g} s")
+        yield "asks Envoy for", f"{transcript.more_time_s:g} s"
     if transcript.immediate_status is not None:
-        table.add_row("[red]answers by itself[/]", f"{transcript.immediate_status} ({transcript.details})")
-        table.add_row("", transcript.immediate_body.decode(errors="replace"))
+        yield _REFUSES, f"{transcript.immediate_status} ({transcript.details})"
+        yield "", transcript.immediate_body.decode(errors="replace")
+        return
     for name, value in transcript.set_headers.items():
-        table.add_row("sets header", f"{name}: {value}")
+        yield "sets header", f"{name}: {value}"
     for name in transcript.removed_headers:
-        table.add_row("removes header", name)
+        yield "removes header", name
     for namespace, values in transcript.metadata.items():
         for key, value in values.items():
-            table.add_row("dynamic metadata", f"{namespace} / {key} = {value}")
+            yield "dynamic metadata", f"{namespace} / {key} = {value}"
     if transcript.body is None:
-        table.add_row("body", "unchanged")
+        yield "body", "unchanged" if transcript.wants_body else "unchanged, and not looked at"
     else:
         for key, old, new in changes(request.body, transcript.body):
-            table.add_row("body", f"{key}: {old or '(absent)'} → {new or '(removed)'}")
-    console.print(table, markup=True, highlight=False)
+            yield "body", f"{key}: {old or '(absent)'} → {new or '(removed)'}"
