@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
+import yaml
 
 from extproc.bootstrap import render
 from extproc.config import build
 from extproc.processes import EnvoyProcess, envoy_process, free_port
 from tests.support.engines import StubEngine
 from tests.support.gateway import CHAT, Gateway
+from tests.support.scripted_service import Handler, on_headers, serving
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="session")]
 
@@ -162,6 +166,74 @@ async def test_everything_else_passes_as_it_is(gateway_alone: WithoutService, ca
 async def test_requests_without_a_body_pass(gateway_alone: WithoutService) -> None:
     assert (await gateway_alone.client.get("/v1/models")).status_code == 200
     assert (await gateway_alone.client.post(CHAT)).status_code == 400  # the engine's answer
+
+
+async def aborts(context: Any) -> None:
+    """Once it has the whole request."""
+    while (message := await context.read()) is not grpc.aio.EOF:
+        if message.request_headers.end_of_stream or message.request_body.end_of_stream:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def aborts_at_once(context: Any) -> None:
+    await context.read()
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def ends(context: Any) -> None:
+    """Without an answer, and in good order: Envoy then goes on even where it should not."""
+    await context.read()
+
+
+async def answers_headers_alone(context: Any) -> None:
+    await context.read()
+    await context.write(on_headers())
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def says_nothing(context: Any) -> None:
+    while await context.read() is not grpc.aio.EOF:
+        pass
+
+
+@pytest.mark.parametrize("failing", [aborts, aborts_at_once, ends, answers_headers_alone, says_nothing])
+@pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+@pytest.mark.parametrize("fail_open", [True, False])
+async def test_params_reach_no_decoder_whenever_and_however_the_service_fails(
+    failing: Handler, mode: str, fail_open: bool
+) -> None:
+    async with StubEngine("decode") as engine, serving(failing) as (service, _):
+        values = {
+            "fleet": {"decode": [{"url": engine.url}]},
+            "envoy": {
+                "listen": "127.0.0.1:0",
+                "admin": "127.0.0.1:0",
+                "extproc": service,
+                "fail_open": fail_open,
+                "message_timeout_s": 0.5,
+            },
+        }
+        bootstrap = yaml.safe_load(render(build(values)))
+        for cluster in bootstrap["static_resources"]["clusters"]:
+            cluster.pop("health_checks", None)
+        manager = bootstrap["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        modes = manager["http_filters"][0]["typed_config"]["processing_mode"]
+        modes |= {"request_body_mode": mode, "request_trailer_mode": "SKIP" if mode == "BUFFERED" else "SEND"}
+        async with envoy_process(yaml.safe_dump(bootstrap), concurrency=1) as envoy:
+            url = f"http://{(await envoy.listeners())['gateway']}"
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=4) as client:
+                statuses: list[int | None] = []
+                for body in (b'{"kv_transfer_params": {}, "prompt": "a"}', b'{"prompt": "b"}'):
+                    try:
+                        answer = await client.post(CHAT, content=body, headers={"content-type": JSON})
+                        statuses.append(answer.status_code)
+                    except httpx.ReadTimeout:  # nobody has a time limit in the full-duplex mode but the service
+                        statuses.append(None)
+        assert statuses[0] in (None, 400, 500, 503, 504)
+        # After a stream that ended in good order Envoy 1.40 goes on without the body, in the full-duplex mode.
+        assert {request.body for request in engine.requests} <= {b'{"prompt": "b"}', b""}
+        # That mode fails closed, whatever the configuration says.
+        assert (statuses[1] == 200) == (mode == "BUFFERED" and (fail_open or failing is ends))
 
 
 async def test_with_the_service_a_text_may_name_them(gateway: Gateway) -> None:
