@@ -29,7 +29,8 @@ def configure(settings: Log, **constants: Any) -> None:
     structlog.configure(
         processors=[with_constants, *_described(), *_rendered(settings)],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # A line is one write: workers share standard error, and PrintLogger writes the end of the line by itself.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

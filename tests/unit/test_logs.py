@@ -6,7 +6,10 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -296,3 +299,20 @@ async def test_events_from_several_tasks_keep_to_their_lines(written: Written) -
 
     await asyncio.gather(*(write(number) for number in range(5)))
     assert sorted(event["number"] for event in written.events()) == sorted([*range(5)] * 20)
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    """Workers share their supervisor's standard error."""
+    code = """
+from extproc.config import Log
+from extproc.telemetry import logs
+logs.configure(Log(format="json"))
+for number in range(2000):
+    logs.log.info("event", number=number)
+"""
+    file = tmp_path / "log"
+    with file.open("wb") as output:
+        processes = [subprocess.Popen([sys.executable, "-u", "-c", code], stderr=output) for _ in range(2)]
+        assert [process.wait(60) for process in processes] == [0, 0]
+    numbers = [json.loads(line)["number"] for line in file.read_text().splitlines()]
+    assert sorted(numbers) == sorted([*range(2000), *range(2000)])
