@@ -185,24 +185,27 @@ class Gateway:
         config = build({**values, "envoy": {**values["envoy"], "extproc": self.grpc_address}})
         bootstrap = await asyncio.to_thread(render, config)  # the first one takes a second or two
         parsed = yaml.safe_load(bootstrap)
-        addresses = [instance.grpc_address for instance in self.instances] or [self.grpc_address]
-        _adapt(parsed, addresses)
+        _adapt(parsed, self.addresses)
         if change is not None:
             change(parsed)
         bootstrap = yaml.safe_dump(parsed)
         self.envoy = await stack.enter_async_context(
             envoy_process(bootstrap, directory=self.directory / "envoy", concurrency=1)
         )
-        for address in addresses:
+        for address in self.addresses:
             await self.envoy_sees(address)
         self.url = f"http://{(await self.envoy.listeners())['gateway']}"
+
+    @property
+    def addresses(self) -> list[str]:
+        """The service's, one for each instance."""
+        return [instance.grpc_address for instance in self.instances] or [self.grpc_address]
 
     async def envoy_sees(self, address: str, *, healthy: bool = True) -> None:
         """Wait until Envoy's health check has found the service at that address as it is."""
 
         async def seen() -> bool:
-            clusters = await self.envoy.clusters()
-            return clusters["extproc"].get(address) is healthy
+            return any(hosts.get(address) is healthy for hosts in (await self.envoy.clusters()).values())
 
         await until_async(seen)
 
@@ -249,7 +252,7 @@ class Gateway:
             found[:] = [
                 record
                 for record in await self._records()
-                if record.get("client_request_id") == request_id and {"decision", "outcome"} <= record.keys()
+                if record.get("client_request_id") == request_id and {"total_ms", "outcome"} <= record.keys()
             ]
             return bool(found)
 
@@ -284,7 +287,12 @@ class Gateway:
         await until(nothing_left)
 
     async def reset(self) -> None:
-        """Engines as new, for the next test."""
+        """Engines as new, and a service that Envoy sees, for the next test.
+
+        Where tests with loops of their own ran in between, a service that runs inside stood still with its loop.
+        """
+        for address in self.addresses:
+            await self.envoy_sees(address)
         for engine in (*self.prefillers, *self.decoders):
             engine.respond = answer_prefill if engine.role == "prefill" else answer_decode
             engine.hang = False
