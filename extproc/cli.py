@@ -75,12 +75,17 @@ def envoy(
 
 
 @app.command()
-def check(config: ConfigOption) -> None:
+def check(
+    config: ConfigOption,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For scripts: a list of findings, each with its code.")
+    ] = False,
+) -> None:
     """Look at the configuration, the engines and Envoy as they are, and say what is wrong and what to do."""
     from extproc.check.run import run
     from extproc.config import load
 
-    run(load(config))
+    run(load(config), as_json=as_json)
 
 
 @app.command()
