@@ -70,10 +70,6 @@ async def streaming(full_duplex_gateway: Gateway) -> AsyncIterator[Gateway]:
     await full_duplex_gateway.settled()
 
 
-def one_each(**limits: Any) -> dict[str, Any]:
-    return {"settings": {"limits": limits}, "prefill": 1, "decode": 1}
-
-
 def changed(mode: Mode, *more: Any) -> Any:
     def change(bootstrap: dict[str, Any]) -> None:
         if mode == "FULL_DUPLEX_STREAMED":
@@ -82,6 +78,35 @@ def changed(mode: Mode, *more: Any) -> Any:
             one(bootstrap)
 
     return change
+
+
+LIMITS = {
+    "body_bytes": 100_000,
+    "headers": 40,
+    "header_bytes": 8192,
+    "body_timeout_s": 0.5,
+    "exchange_s": 1.5,
+    "in_flight": 2,
+}
+
+
+def without_envoys_own_timeout(bootstrap: dict[str, Any]) -> None:
+    connection_manager(bootstrap)["request_timeout"] = "0s"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def limited_gateway(request: pytest.FixtureRequest) -> AsyncIterator[Gateway]:
+    """One prefiller, one decoder, and little of everything."""
+    change = changed(request.param, without_envoys_own_timeout)
+    async with Gateway.started({"limits": LIMITS}, prefill=1, decode=1, change=change) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def limited(limited_gateway: Gateway) -> AsyncIterator[Gateway]:
+    await limited_gateway.reset()
+    yield limited_gateway
+    await limited_gateway.settled()
 
 
 def hand_over(_: RecordedRequest) -> Answer:
@@ -121,13 +146,11 @@ async def test_B24_every_other_byte_is_the_clients(streaming: Gateway) -> None:
     assert streaming.decodes[0].body == body[: -len(b" }\n")] + b',"kv_transfer_params":' + PARAMS + b" }\n"
 
 
-async def test_B03_the_limit_is_exact(mode: Mode) -> None:
-    async with Gateway.started(**one_each(body_bytes=100_000), change=changed(mode)) as gateway:
-        assert (await gateway.post(of_size(100_000))).status_code == 200
-        response = await within(3, gateway.post(of_size(100_001)))
-        assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-        assert len(gateway.prefills) == len(gateway.decodes) == 1
-        await gateway.settled()
+async def test_B03_the_limit_is_exact(limited: Gateway) -> None:
+    assert (await limited.post(of_size(100_000))).status_code == 200
+    response = await within(3, limited.post(of_size(100_001)))
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+    assert len(limited.prefills) == len(limited.decodes) == 1
 
 
 async def test_O12_a_body_in_small_chunks_is_prefilled_once(streaming: Gateway) -> None:
@@ -315,33 +338,32 @@ async def test_absurd_request_ids_are_one_line_of_ours(either: Gateway, header: 
     assert uuid.UUID(ours.pop()).version == 4
 
 
-async def test_headers_up_to_the_limits_pass_and_beyond_get_431(mode: Mode) -> None:
+async def test_headers_up_to_the_limits_pass_and_beyond_get_431(limited: Gateway) -> None:
     """The service adds a few headers, and Envoy answers 500 to what then exceeds its own limits: those are larger."""
-    async with Gateway.started(**one_each(headers=40, header_bytes=8192), change=changed(mode)) as gateway:
-        statuses: list[int] = []
-        for count in range(20, 60):
-            head = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
-            answer = await gateway.raw(head + b"".join(b"x-%d: 1\r\n" % number for number in range(count)) + b"\r\n")
-            statuses.append(int(answer[9:12]))
-            if statuses[-1] == 431:
-                assert b'"code": "headers_too_large"' in answer
-        assert statuses == sorted(statuses)
-        assert set(statuses) == {200, 431}
-        for size, status in ((7000, 200), (9000, 431)):
-            assert (await gateway.post(headers={"cookie": "c" * size})).status_code == status
-        await gateway.settled()
+    statuses: list[int] = []
+    for count in range(24, 56):
+        head = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        answer = await limited.raw(head + b"".join(b"x-%d: 1\r\n" % number for number in range(count)) + b"\r\n")
+        statuses.append(int(answer[9:12]))
+        if statuses[-1] == 431:
+            assert b'"code": "headers_too_large"' in answer
+    assert statuses == sorted(statuses)
+    assert set(statuses) == {200, 431}
+    for size, status in ((7000, 200), (9000, 431)):
+        assert (await limited.post(headers={"cookie": "c" * size})).status_code == status
 
 
 # ---- time, cancels, upgrades ----
 
 
-async def test_B12_a_prefill_may_take_longer_than_envoys_patience(mode: Mode) -> None:
-    settings = {"envoy": {"message_timeout_s": 1.5}}
-    async with Gateway.started(settings, prefill=1, decode=1, change=changed(mode)) as gateway:
+async def test_B12_a_prefill_may_take_longer_than_envoys_patience() -> None:
+    """There is none in this mode, and nobody asks for it."""
+    settings = {"envoy": {"message_timeout_s": 0.5}}
+    async with Gateway.started(settings, prefill=1, decode=1, change=full_duplex) as gateway:
 
         def slow(request: RecordedRequest) -> Answer:
             answer = answer_prefill(request)
-            answer.delay_s = 2.5
+            answer.delay_s = 1.0
             return answer
 
         gateway.prefillers[0].respond = slow
@@ -350,29 +372,20 @@ async def test_B12_a_prefill_may_take_longer_than_envoys_patience(mode: Mode) ->
         await gateway.settled()
 
 
-async def test_B12_the_exchanges_deadline_is_504(mode: Mode) -> None:
-    async with Gateway.started(**one_each(exchange_s=0.7), change=changed(mode)) as gateway:
-        gateway.prefillers[0].hang = True
-        response = await within(5, gateway.post())
-        assert (response.status_code, response.json()["error"]["code"]) == (504, "exchange_timeout")
-        await gateway.prefillers[0].wait_for_disconnects(1)
-        assert gateway.decodes == []
-        await gateway.settled()
+async def test_B12_the_exchanges_deadline_is_504(limited: Gateway) -> None:
+    limited.prefillers[0].hang = True
+    response = await within(5, limited.post())
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "exchange_timeout")
+    await limited.prefillers[0].wait_for_disconnects(1)
+    assert limited.decodes == []
 
 
-def without_envoys_own_timeout(bootstrap: dict[str, Any]) -> None:
-    connection_manager(bootstrap)["request_timeout"] = "0s"
-
-
-async def test_B15_a_body_that_never_completes_is_408(mode: Mode) -> None:
-    change = changed(mode, without_envoys_own_timeout)
-    async with Gateway.started(**one_each(body_timeout_s=0.5), change=change) as gateway:
-        head = b"POST %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n" % CHAT.encode()
-        response = await within(5, gateway.raw(head + b'Content-Length: 100\r\n\r\n{"a":'))
-        assert response.startswith(b"HTTP/1.1 408 ")
-        assert b'"code": "body_timeout"' in response
-        assert gateway.prefills == gateway.decodes == []
-        await gateway.settled()
+async def test_B15_a_body_that_never_completes_is_408(limited: Gateway) -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n" % CHAT.encode()
+    response = await within(5, limited.raw(head + b'Content-Length: 100\r\n\r\n{"a":'))
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert b'"code": "body_timeout"' in response
+    assert limited.prefills == limited.decodes == []
 
 
 async def test_B15_a_websocket_opens_and_its_bytes_flow_both_ways(streaming: Gateway) -> None:
@@ -486,23 +499,21 @@ async def test_B31_without_a_prefiller_the_client_is_told(streaming: Gateway, ki
     assert streaming.decodes == []
 
 
-async def test_exchanges_beyond_the_limit_are_503_with_retry_after(mode: Mode) -> None:
-    async with Gateway.started(**one_each(in_flight=2), change=changed(mode)) as gateway:
-        gateway.decoders[0].hang = True
-        held = [asyncio.create_task(gateway.post()) for _ in range(2)]
-        await gateway.decoders[0].wait_for(2)
-        response = await within(3, gateway.post())
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        assert response.json()["error"]["code"] == "overloaded"
-        for call in held:
-            call.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-        gateway.decoders[0].hang = False
-        assert gateway.server is not None
-        service = gateway.server.service
-        await until(lambda: service.in_flight == 0)
-        assert (await gateway.post()).status_code == 200
-        await gateway.settled()
+async def test_exchanges_beyond_the_limit_are_503_with_retry_after(limited: Gateway) -> None:
+    limited.decoders[0].hang = True
+    held = [asyncio.create_task(limited.post()) for _ in range(2)]
+    await limited.decoders[0].wait_for(2)
+    response = await within(3, limited.post())
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.json()["error"]["code"] == "overloaded"
+    for call in held:
+        call.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    limited.decoders[0].hang = False
+    assert limited.server is not None
+    service = limited.server.service
+    await until(lambda: service.in_flight == 0)
+    assert (await limited.post()).status_code == 200
 
 
 @pytest.mark.parametrize("body_mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL"])

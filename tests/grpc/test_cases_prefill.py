@@ -108,7 +108,7 @@ async def test_B31_or_the_client_is_told(stand: Stand, envoy: ScriptedEnvoy, kin
 
 
 async def test_B31_prefillers_that_hang_are_left_for_the_fallback(mode: Mode) -> None:
-    settings = {"prefill": {"timeout_s": 0.3, "on_failure": "decode", "fallback": {"max_body_bytes": 2000}}}
+    settings = {"prefill": {"timeout_s": 0.15, "on_failure": "decode", "fallback": {"max_body_bytes": 2000}}}
     async with Stand.standing(settings, prefill=2, decode=1) as stand, stand.envoy(mode) as envoy:
         for engine in stand.prefillers:
             engine.hang = True
@@ -317,7 +317,7 @@ async def test_B35_a_configured_key_stands_in_for_none(falling_back: Stand, stan
 async def test_B37_cancels_cost_no_connection(mode: Mode) -> None:
     settings = {"prefill": {"max_connections": 2}}
     async with Stand.standing(settings, prefill=1, decode=1) as stand, stand.envoy(mode) as envoy:
-        for round_ in range(60):
+        for round_ in range(30):
             await cancelled(envoy, _pause(0.001 * (round_ % 6)))
         assert (await within(2, through(envoy))).immediate is None
         await stand.settled()
@@ -363,7 +363,7 @@ async def test_B39_B40_releases_to_nobody_are_all_accounted_for_and_never_delay_
     settings: dict[str, Any] = {
         "fleet": {"connector": "mooncake-ascend"},
         "release": {"queue": 30, "deadline_s": 60.0, "settle_s": 0.01},
-        "life": {"drain_s": 1.0, "notice_s": 0.0},
+        "life": {"drain_s": 0.5, "notice_s": 0.0},
     }
     async with Stand.standing(settings, prefill=1, decode=1) as stand:
         assert stand.server is not None

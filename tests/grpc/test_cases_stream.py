@@ -169,7 +169,7 @@ async def test_B12_the_services_own_limit_comes_first(mode: Mode) -> None:
 
 
 async def test_B12_the_exchanges_deadline_covers_the_queue_and_every_attempt(mode: Mode) -> None:
-    settings = {"limits": {"exchange_s": 0.5}, "prefill": {"on_failure": "decode"}}
+    settings = {"limits": {"exchange_s": 0.3}, "prefill": {"on_failure": "decode"}}
     async with Stand.standing(settings, prefill=1, decode=1) as stand, stand.envoy(mode) as envoy:
         stand.prefillers[0].hang = True
         await within(3, refused(envoy, 504, "exchange_timeout"))
@@ -180,7 +180,7 @@ async def test_B12_the_exchanges_deadline_covers_the_queue_and_every_attempt(mod
 
 @pytest.mark.parametrize("limit", ["body_timeout_s", "exchange_s"])
 async def test_B15_a_body_that_never_completes_is_408(mode: Mode, limit: str) -> None:
-    async with Stand.standing({"limits": {limit: 0.3}}, prefill=1, decode=1) as stand, stand.envoy(mode) as envoy:
+    async with Stand.standing({"limits": {limit: 0.15}}, prefill=1, decode=1) as stand, stand.envoy(mode) as envoy:
         stream = envoy.raw_stream()
         await stream.send(headers_message(mode, CHAT))
         if mode == "BUFFERED":
@@ -439,10 +439,10 @@ async def test_B36_streams_that_are_reset_at_any_point_leave_nothing(stand: Stan
                 await asyncio.gather(*(one(envoy) for _ in range(20)))
         await stand.settled()
 
-    await many(200)
+    await many(100)
     gc.collect()
     before = resident_bytes()
-    await many(400)
+    await many(300)
     gc.collect()
     assert resident_bytes() - before < 20 * 1024 * 1024
     assert stand.server is not None
