@@ -53,6 +53,9 @@ class Stand(Gateway):
             )
             yield stand
 
+    async def reachable(self) -> None:
+        """There is no Envoy that could think otherwise."""
+
     @contextlib.asynccontextmanager
     async def envoy(self, mode: Mode, **options: Any) -> AsyncIterator[ScriptedEnvoy]:
         async with ScriptedEnvoy(self.grpc_address, mode=mode, **options) as envoy:

@@ -192,8 +192,7 @@ class Gateway:
         self.envoy = await stack.enter_async_context(
             envoy_process(bootstrap, directory=self.directory / "envoy", concurrency=1)
         )
-        for address in self.addresses:
-            await self.envoy_sees(address)
+        await self.reachable()
         self.url = f"http://{(await self.envoy.listeners())['gateway']}"
 
     @property
@@ -286,13 +285,14 @@ class Gateway:
 
         await until(nothing_left)
 
-    async def reset(self) -> None:
-        """Engines as new, and a service that Envoy sees, for the next test.
-
-        Where tests with loops of their own ran in between, a service that runs inside stood still with its loop.
-        """
+    async def reachable(self) -> None:
+        """Wait until Envoy sees the service: between tests with other loops it stood still with its own."""
         for address in self.addresses:
             await self.envoy_sees(address)
+
+    async def reset(self) -> None:
+        """Engines as new, and a service that Envoy sees, for the next test."""
+        await self.reachable()
         for engine in (*self.prefillers, *self.decoders):
             engine.respond = answer_prefill if engine.role == "prefill" else answer_decode
             engine.hang = False
