@@ -51,6 +51,21 @@ demo-vllm: vllm ## The demo on real vLLM (ONCE=1: end by itself)
 test-vllm: vllm ## Tests on a real vLLM prefiller and decoder
 	$(BIN)/python -m pytest tests/vllm -q
 
+.PHONY: browser
+browser: install ## The status page in a real headless Chromium (installed by apt-get where there is none and we are root)
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  { echo 'make browser needs Chromium: apt-get install chromium' >&2; exit 1; }
+	$(BIN)/python -m pytest tests/browser -q
+
+$(VENV)/.fuzz: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	touch $@
+
+.PHONY: fuzz
+fuzz: $(VENV)/.fuzz ## Coverage-guided fuzzing of bodies and streams (FUZZ_SECONDS=60)
+	$(BIN)/python -m fuzz --seconds $(or $(FUZZ_SECONDS),60)
+
 $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	touch $@

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Final
 
 import atheris
+from atheris import FuzzedDataProvider as Data
 
 with atheris.instrument_imports(include=["extproc"]):
     from tests.grpc import inner
 
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
-Data = atheris.FuzzedDataProvider
 Message = ext_proc.ProcessingRequest
 
 MODES: Final = (2, 4, 2, 4, 0, 1, 3, 5, 99)
@@ -65,7 +65,7 @@ def response(data: Data) -> Message:
 
 
 def others(data: Data) -> Message:
-    return data.PickValueInList(
+    some: Message = data.PickValueInList(
         [
             Message(),
             Message(request_trailers=ext_proc.HttpTrailers()),
@@ -74,6 +74,7 @@ def others(data: Data) -> Message:
             Message(response_body=ext_proc.HttpBody(end_of_stream=True)),
         ]
     )
+    return some
 
 
 def anything(data: Data) -> Message:
@@ -100,7 +101,7 @@ class Target:
 
     def __call__(self, raw: bytes) -> None:
         data = Data(raw)
-        service = data.PickValueInList(self._inners)
+        service: inner.Inner = data.PickValueInList(self._inners)
         behaviours = [data.PickValueInList(list(inner.BEHAVIOURS)) for _ in range(data.ConsumeIntInRange(0, 2))]
         end: inner.End = "cancel" if data.ConsumeBool() else "half-close"
         pauses = data.ConsumeIntInRange(0, 2)

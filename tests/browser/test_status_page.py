@@ -349,8 +349,9 @@ async def test_a_service_that_is_gone(page: StatusPage) -> None:
 
 
 def _keep(picture: bytes, *files: Path | str | None) -> None:
-    for file in filter(None, files):
-        Path(file).write_bytes(picture)
+    for file in files:
+        if file:
+            Path(file).write_bytes(picture)
 
 
 def _milliseconds(text: str) -> float:
