@@ -254,8 +254,8 @@ async def test_the_screenshot(page: StatusPage, traffic: Traffic, tmp_path: Path
     more = {"stream": True, "max_tokens": 3000, "words": 600}
     async with traffic.open("essay-7", **more), traffic.open("essay-8", **more):
         await page.browser.until("document.querySelectorAll('.track .running').length === 2")
-        running = "[...document.querySelectorAll('#exchanges tr')].slice(0, 2).map(row => row.children[2].innerText)"
-        assert sorted(await page.browser.evaluate(running)) == ["prefill-1 → …", "prefill-2 → …"]
+        pairs = "[...document.querySelectorAll('#exchanges tr')].slice(0, 2).map(row => row.children[2].innerText)"
+        await page.browser.until(f"{pairs}.sort().join() === 'prefill-1 → …,prefill-2 → …'")
         full = "[...document.querySelectorAll('.decode .meter i')].every(bar => parseFloat(bar.style.width) > 8)"
         await page.browser.until(full)
         await page.browser.until("document.querySelectorAll('.track .prefill-seg + .running').length === 2")

@@ -153,15 +153,15 @@ async def test_B03_the_limit_is_exact(limited: Gateway) -> None:
     assert len(limited.prefills) == len(limited.decodes) == 1
 
 
-async def test_O12_a_body_in_small_chunks_is_prefilled_once(streaming: Gateway) -> None:
+async def test_O12_a_body_in_small_chunks_is_prefilled_once(either: Gateway) -> None:
     async def one_by_one() -> AsyncIterator[bytes]:
         for byte in CHAT_BODY:
             yield bytes([byte])
 
-    response = await streaming.client.post(CHAT, content=one_by_one(), headers=JSON)
+    response = await either.client.post(CHAT, content=one_by_one(), headers=JSON)
     assert response.status_code == 200
-    assert len(streaming.prefills) == len(streaming.decodes) == 1
-    decode = streaming.decodes[0].json()
+    assert len(either.prefills) == len(either.decodes) == 1
+    decode = either.decodes[0].json()
     assert decode.pop("kv_transfer_params")["do_remote_prefill"] is True
     assert decode == json.loads(CHAT_BODY)
 
@@ -189,15 +189,15 @@ async def test_B17_trailers_end_the_body_once() -> None:
         await gateway.settled()
 
 
-async def test_B29_uploads_pass_byte_for_byte(streaming: Gateway) -> None:
+async def test_B29_uploads_pass_byte_for_byte(either: Gateway) -> None:
     body = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n' + bytes(range(256)) * 400 + b"\r\n--x--\r\n"
     for content_type in ("multipart/form-data; boundary=x", "audio/wav"):
         headers = {"content-type": content_type, "authorization": "Bearer k"}
-        response = await streaming.client.post("/v1/audio/transcriptions", content=body, headers=headers)
+        response = await either.client.post("/v1/audio/transcriptions", content=body, headers=headers)
         assert response.status_code == 400  # the recording decoder's word for what is no JSON
-    assert [request.body for request in streaming.decodes] == [body, body]
-    assert {request.header("authorization") for request in streaming.decodes} == {"Bearer k"}
-    assert streaming.prefills == []
+    assert [request.body for request in either.decodes] == [body, body]
+    assert {request.header("authorization") for request in either.decodes} == {"Bearer k"}
+    assert either.prefills == []
 
 
 async def test_a_bodys_connector_params_reach_no_engine(either: Gateway) -> None:
@@ -247,16 +247,33 @@ async def test_B09_a_route_may_depend_on_the_destination(mode: Mode, clear: bool
         await gateway.settled()
 
 
-async def test_O19_a_decoder_that_refuses_is_replaced_with_the_body_sent_once(streaming: Gateway) -> None:
+async def test_O19_a_decoder_that_refuses_is_replaced_with_the_body_sent_once(either: Gateway) -> None:
     """Envoy tries the next of the list: the same KV, no second prefill."""
-    await streaming.decoders[0].refuse()
-    responses = [await streaming.post() for _ in range(4)]
+    await either.decoders[0].refuse()
+    responses = [await either.post() for _ in range(4)]
     assert [response.status_code for response in responses] == [200] * 4
-    assert len(streaming.prefills) == len(streaming.decoders[1].requests) == 4
-    for request in streaming.decoders[1].requests:
+    assert len(either.prefills) == len(either.decoders[1].requests) == 4
+    for request in either.decoders[1].requests:
         body = request.json()
         assert body.pop("kv_transfer_params")["do_remote_prefill"] is True
         assert body == json.loads(CHAT_BODY)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_O21_usage_is_what_the_decoder_counts(either: Gateway, stream: bool) -> None:
+    """All of the prompt came from elsewhere, so all of it counts as cached there: said in docs/faq.md."""
+    usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 9}}
+    answer = Answer.stream({"choices": [], "usage": usage}) if stream else Answer.json({"choices": [], "usage": usage})
+    for engine in either.prefillers:
+        counted = {"usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}}}
+        engine.respond = lambda request, counted=counted: Answer.json(  # type: ignore[misc]
+            {**json.loads(answer_prefill(request).body), **counted}
+        )
+    for engine in either.decoders:
+        engine.respond = lambda _: answer
+    response = await either.post()
+    assert response.content == (b"".join(answer.events) if answer.events else answer.body)
+    assert len(either.prefills) == len(either.decodes) == 1
 
 
 @pytest.mark.parametrize(
@@ -421,36 +438,36 @@ async def test_B15_a_websocket_opens_and_its_bytes_flow_both_ways(streaming: Gat
             await gateway.settled()
 
 
-async def test_B34_a_client_that_hangs_up_in_the_prefill_closes_the_call(streaming: Gateway) -> None:
-    for engine in streaming.prefillers:
+async def test_B34_a_client_that_hangs_up_in_the_prefill_closes_the_call(either: Gateway) -> None:
+    for engine in either.prefillers:
         engine.hang = True
-    call = asyncio.create_task(streaming.post(headers={"x-request-id": "gone"}))
-    await until(lambda: bool(streaming.prefills))
+    call = asyncio.create_task(either.post(headers={"x-request-id": "gone"}))
+    await until(lambda: bool(either.prefills))
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    (engine,) = [engine for engine in streaming.prefillers if engine.requests]
+    (engine,) = [engine for engine in either.prefillers if engine.requests]
     await engine.wait_for_disconnects(1, within_s=3)
-    record = await streaming.exchange("gone")
+    record = await either.exchange("gone")
     assert (record["decision"], record["outcome"]) == ("client_left", "client_reset")
-    assert streaming.decodes == []
+    assert either.decodes == []
 
 
-async def test_B34_a_client_that_hangs_up_before_the_first_token_has_its_blocks_freed(streaming: Gateway) -> None:
-    for engine in streaming.decoders:
+async def test_B34_a_client_that_hangs_up_before_the_first_token_has_its_blocks_freed(either: Gateway) -> None:
+    for engine in either.decoders:
         engine.hang = True
-    call = asyncio.create_task(streaming.post())
-    await until(lambda: bool(streaming.decodes))
+    call = asyncio.create_task(either.post())
+    await until(lambda: bool(either.decodes))
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    for engine in streaming.decoders:
+    for engine in either.decoders:
         engine.hang = False
-    await until(lambda: any(engine.releases for engine in streaming.decoders))
-    (request_id,) = {request.header("x-request-id") for request in streaming.prefills}
+    await until(lambda: any(engine.releases for engine in either.decoders))
+    (request_id,) = {request.header("x-request-id") for request in either.prefills}
     released = {
         release.json()["kv_transfer_params"]["remote_request_id"]
-        for engine in streaming.decoders
+        for engine in either.decoders
         for release in engine.releases
     }
     assert released == {f"chatcmpl-{request_id}-0a1b2c3d"}
