@@ -50,16 +50,22 @@ class VllmGateway:
         decode: VllmEngine,
         *,
         decode_urls: Sequence[str] = (),
+        unrouted: Sequence[str] = (),
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> AsyncIterator[Self]:
-        """``decode_urls``: the fleet's decoders, by default ``decode`` itself; it may be behind one of them."""
+        """``decode_urls``: the fleet's decoders, by default ``decode`` itself; it may be behind one of them.
+
+        ``unrouted``: decoders that the service knows besides, and Envoy does not.
+        """
         async with contextlib.AsyncExitStack() as stack:
             gateway = cls(prefill, decode)
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="extproc-test-")))
-            values = _values(prefill, decode_urls or [decode.url]) | {k: dict(v) for k, v in (settings or {}).items()}
+            routed = decode_urls or [decode.url]
+            values = _values(prefill, [*routed, *unrouted]) | {k: dict(v) for k, v in (settings or {}).items()}
             gateway.server = await stack.enter_async_context(Server(build(values)))
             await until(lambda: gateway.server.why_not_ready() is None)
             values["envoy"] = {**values["envoy"], "extproc": f"{HOST}:{gateway.server.grpc_port}"}
+            values["fleet"]["decode"] = values["fleet"]["decode"][: len(routed)]
             bootstrap = yaml.safe_load(render(build(values)))
             for cluster in bootstrap["static_resources"]["clusters"]:
                 for check in cluster.get("health_checks", []):
