@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import AsyncIterator
@@ -63,10 +64,10 @@ class StatusPage:
         if record["outcome"] == "decode_refused" and record["prefiller"]:
             record = await self.stack.exchange(name, lambda record: "release" in record)
         id_ = f"'{record['request_id']}'"
-        row = await self.browser.until(f"(row => row && row.what !== 'running' && row)({ROW % id_})")
-        if "release" in record:
-            row = await self.browser.until(f"(row => row.marks > 0 && row)({ROW % id_})")
-        return Shown(row, record)
+        # Rows are drawn from what was fetched: this one must be as far as the record is.
+        fetched = f"JSON.parse(shown.records ?? '[]').find(record => record.request_id === {id_})"
+        await self.browser.until(f"(r => r && {json.dumps(list(record))}.every(field => field in r))({fetched})")
+        return Shown(await self.browser.evaluate(ROW % id_), record)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
