@@ -260,9 +260,10 @@ class AscendConnector:
                 metadata = msgspec.msgpack.decode(reply, type=AgentMetadata)
             except msgspec.MsgspecError as error:
                 raise TransferError(f"handshake with {host}:{port}: {error!r}") from error
-            self._agents[host, port] = RemoteAgent(
-                metadata.engine_id, host, metadata.te_rpc_port, timeout_s=self.config.handshake_timeout_s
-            )
+            if (host, port) not in self._agents:  # another pull may have asked meanwhile
+                self._agents[host, port] = RemoteAgent(
+                    metadata.engine_id, host, metadata.te_rpc_port, timeout_s=self.config.handshake_timeout_s
+                )
         return self._agents[host, port]
 
     async def _report_done(self, params: dict[str, Any]) -> None:

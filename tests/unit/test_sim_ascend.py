@@ -136,6 +136,13 @@ async def test_a_decode_equals_a_plain_run_and_tells_every_rank(fleet: Fleet) ->
     assert decoder.requests[-1].pulled
 
 
+async def test_first_pulls_at_once_share_one_path_to_the_prefiller(fleet: Fleet) -> None:
+    prefiller, decoder = await fleet.engine(role="prefill"), await fleet.engine(role="decode")
+    params = await fleet.prefill(prefiller)
+    agents = await asyncio.gather(*(decoder.connector._agent(params) for _ in range(8)))
+    assert len({id(agent) for agent in agents}) == 1
+
+
 async def test_eos_at_the_first_token_drops_the_kv(fleet: Fleet) -> None:
     prefiller = await fleet.engine(eos_after=0)
     assert await fleet.prefill(prefiller) is None
