@@ -69,19 +69,21 @@ class Service:
 
         A stream that has had its response headers needs us no more, and ends at once; one that waits for them gets
         until the deadline. Ended by us with status OK, Envoy goes on without us; a stream that gRPC aborts would take
-        the client's response down with it.
+        the client's response down with it. What still prefills shortly before the deadline is cancelled then, so that
+        time is left to release what its prefiller hands over.
         """
         self._letting_go = True
-        while self._open:
-            late = time.monotonic() >= deadline - _LET_GO_MARGIN_S
-            for exchange, task in list(self._open.items()):
-                if exchange.needs_us_no_more(late):
-                    task.cancel()
-            if late:
-                break
+        margin_s = min(_LET_GO_MARGIN_S, (deadline - time.monotonic()) / 2)
+        late = False
+        while self._open and (remaining := deadline - time.monotonic()) > 0:
+            if not late:
+                late = remaining <= margin_s
+                for exchange, task in list(self._open.items()):
+                    if late or exchange.needs_us_no_more(late):
+                        task.cancel()
             self._closed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), min(0.1, deadline - time.monotonic()))
+                await asyncio.wait_for(self._closed.wait(), min(0.1, remaining))
 
     def was_let_go(self, exchange: Exchange) -> bool:
         """Whether a cancellation of this exchange's handler is ours."""
