@@ -1,27 +1,31 @@
-"""HTTP calls from the service to engines, over one httpx transport per process.
+"""HTTP calls from the service to engines: aiohttp, one pool of connections per process.
 
-Requests go straight to the transport: what a client adds on top (redirects, cookies, authentication) is not wanted
-here, and costs as much CPU as the call itself (0.81 ms a call instead of 0.55, measured side by side).
+Its pool survives calls that are cancelled at any point, which is daily business here; httpx's loses a place with each
+call that is cancelled before it has a connection (encode/httpx#1461). Without httpx's layers above it a call costs half
+the CPU (0.36 instead of 0.77 ms, side by side). Headers and the request target go out as they are given: nothing is
+merged, decoded or encoded anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
-from urllib.parse import urlsplit
+from types import SimpleNamespace
+from typing import Any, Final, Literal, Self
 
-import httpx
-
-from extproc.httptransport import AiohttpTransport, Call
-
-__all__ = ["MAX_ANSWER_BYTES", "Call", "EngineAnswer", "EngineClient", "EngineUnavailable"]
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
 
 FailureReason = Literal["connect", "timeout", "disconnected", "too_large"]
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+
+_AT_ONCE_BYTES: Final = 256 * 1024  # larger bodies are sent piece by piece, so that they do not hold up the loop
+_ADDED_BY_AIOHTTP: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 class EngineUnavailable(Exception):
@@ -45,14 +49,27 @@ class EngineAnswer:
         return next((value for key, value in self.headers if key == name), None)
 
 
+class Call:
+    """What is known of a running call. ``answering_since`` is ``time.monotonic()`` of the answer's headers."""
+
+    __slots__ = ("answering_since", "reused", "sent")
+
+    def __init__(self) -> None:
+        self.reused = False
+        self.sent = False
+        """Whether the engine may know of the request: its head has been written to a connection."""
+        self.answering_since: float | None = None
+
+
 class EngineClient:
     """Sends requests to engines. Build it inside the running event loop; close it with :meth:`aclose`."""
 
     def __init__(self, *, connect_timeout_s: float, max_connections: int, keepalive_s: float) -> None:
-        self._timeout = {"connect": connect_timeout_s, "pool": connect_timeout_s * 2}
-        self._pooled = AiohttpTransport(limit=max_connections, keepalive_timeout=keepalive_s)
+        # The time for a place in the pool and the connection together, and for the connection alone.
+        self._timeout = aiohttp.ClientTimeout(connect=connect_timeout_s * 2, sock_connect=connect_timeout_s)
+        self._pooled = _session(limit=max_connections, keepalive_timeout=keepalive_s)
         # A second try after a stale connection must not meet another stale one.
-        self._fresh = AiohttpTransport(limit=max_connections, force_close=True)
+        self._fresh = _session(limit=max_connections, force_close=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,8 +78,8 @@ class EngineClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._pooled.aclose()
-        await self._fresh.aclose()
+        await self._pooled.close()
+        await self._fresh.close()
 
     async def post(
         self,
@@ -79,49 +96,87 @@ class EngineClient:
         with the same request: the engine has not seen it. Raises EngineUnavailable.
         """
         call = call or Call()
-        parts = urlsplit(url)
-        target = url[len(f"{parts.scheme}://{parts.netloc}") :] or "/"
-        extensions = {"timeout": self._timeout, "call": call, "target": target.encode("latin-1")}
         try:
             async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._send(self._pooled, parts.scheme, parts.netloc, body, headers, extensions)
-                except httpx.RemoteProtocolError:
-                    if not call.reused or call.answering_since is not None:
+                    return await self._send(self._pooled, url, body, headers, call)
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                    if not call.reused or call.answering_since is not None or not _nothing_came(error):
                         raise
-                return await self._send(self._fresh, parts.scheme, parts.netloc, body, headers, extensions)
-        except TimeoutError:
+                return await self._send(self._fresh, url, body, headers, call)
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise EngineUnavailable("connect", str(error)) from error
             raise EngineUnavailable("timeout", f"no answer within {timeout_s} s") from None
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except aiohttp.ClientConnectorError as error:
             raise EngineUnavailable("connect", str(error)) from error
-        except httpx.TransportError as error:
-            raise EngineUnavailable("disconnected", str(error)) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable("disconnected", str(error) or type(error).__name__) from error
 
     async def _send(
         self,
-        transport: httpx.AsyncBaseTransport,
-        scheme: str,
-        netloc: str,
+        session: aiohttp.ClientSession,
+        url: str,
         body: bytes,
         headers: Sequence[tuple[bytes, bytes]],
-        extensions: dict[str, object],
+        call: Call,
     ) -> EngineAnswer:
-        request = httpx.Request(
-            "POST", f"{scheme}://{netloc}", content=body, headers=list(headers), extensions=extensions
+        response = await session.post(
+            URL(_in_ascii(url), encoded=True),
+            data=body if len(body) <= _AT_ONCE_BYTES else io.BytesIO(body),
+            headers=CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in headers),
+            allow_redirects=False,
+            timeout=self._timeout,
+            trace_request_ctx=call,
         )
-        response = await transport.handle_async_request(request)
-        call = extensions["call"]
-        assert isinstance(call, Call)
         call.answering_since = time.monotonic()
         try:
-            stream = response.stream
-            assert isinstance(stream, httpx.AsyncByteStream)
             answer = bytearray()
-            async for chunk in stream:
+            async for chunk in response.content.iter_any():
                 answer += chunk
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise EngineUnavailable("too_large", f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
         finally:
-            await response.aclose()
-        pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.headers.raw]
-        return EngineAnswer(response.status_code, pairs, bytes(answer))
+            response.close()  # gives a connection whose answer has been read to the pool, drops any other
+        pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
+        return EngineAnswer(response.status, pairs, bytes(answer))
+
+
+def _session(**pool: Any) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_reuse)
+    trace.on_request_headers_sent.append(_note_sent)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ttl_dns_cache=5, **pool),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
+        skip_auto_headers=_ADDED_BY_AIOHTTP,
+        trace_configs=[trace],
+    )
+
+
+async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.reused = True
+
+
+async def _note_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.sent = True
+
+
+def _nothing_came(error: aiohttp.ClientError) -> bool:
+    """Whether the connection ended without a byte of an answer: what aiohttp has read of one hangs on its error."""
+    return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
+
+
+def _in_ascii(url: str) -> str:
+    """Envoy passes on raw bytes above 127, which reach us as latin-1; a URL has them percent-encoded."""
+    return url if url.isascii() else "".join(c if c < "\x80" else f"%{ord(c):02X}" for c in url)
+
+
+def _text(value: bytes) -> str:
+    """aiohttp sends text as UTF-8, so bytes that are UTF-8 arrive unchanged."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

@@ -683,9 +683,9 @@ async def test_after_hundreds_of_cancels_at_random_points_the_next_call_is_serve
 
         async with asyncio.timeout(1):
             assert (await client.post(engine.url, b"{}", [], timeout_s=10)).status == 200
-        pool = client._pooled._session.connector  # type: ignore[attr-defined]
+        pool = client._pooled.connector
         assert pool is not None
-        assert len(pool._acquired) == 0  # type: ignore[attr-defined]
+        assert len(pool._acquired) == 0
 
 
 async def test_file_descriptors_stay_constant() -> None:
