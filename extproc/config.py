@@ -111,19 +111,26 @@ class Tls(Section):
 
 
 class Grpc(Section):
+    """Where Envoy calls the service."""
+
     listen: Listen = "0.0.0.0:9002"
     """Where Envoy reaches the ext_proc, access-log and endpoint-discovery services."""
     tls: Tls | None = None
+    """Null: plain HTTP/2."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes; worker i listens on this port + i, and its admin port + i. Caps and queues are each worker's own."""
 
 
 class Admin(Section):
+    """Where operators, probes and Prometheus look: the status page, health, metrics. It asks for no password."""
+
     listen: Listen | None = "127.0.0.1:9003"
     """Health, metrics and fleet state over HTTP; null turns it off."""
 
 
 class Engine(Section):
+    """One engine: a vLLM server."""
+
     url: EngineUrl
     """The engine's HTTP address. A name is resolved by the service: Envoy is told addresses."""
     name: str | None = None
@@ -160,7 +167,9 @@ class EngineLists(Section):
     """The engines by role: in the configuration, and in a watched file (``fleet.file``)."""
 
     prefill: list[Engine] = []
+    """Engines that prefill. Without any, requests run on the decoders alone."""
     decode: list[Engine] = []
+    """Engines that decode."""
 
     @model_validator(mode="after")
     def _listed_once(self) -> Self:
@@ -178,27 +187,42 @@ class Dns(Section):
     """Engines behind a DNS name, such as a headless Kubernetes service: one for each address or SRV target."""
 
     role: Literal["prefill", "decode"]
+    """Of all engines found there."""
     name: Annotated[str, Field(min_length=1)]
+    """The name to look up."""
     type: Literal["address", "srv"] = "address"
     """``address``: A and AAAA records and ``port``; ``srv``: SRV records, which name the ports."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Of the engines at the addresses found; SRV records have their own."""
     scheme: Literal["http", "https"] = "http"
+    """Of the engines' URLs. With https, their certificates must be for the addresses."""
     connector: ConnectorName | None = None
+    """Here and below: as for a single engine, for each one found."""
     lease_s: Positive | None = None
+    """Overrides ``fleet.lease_s``."""
     api_key: SecretStr | None = None
+    """Overrides ``fleet.api_key``."""
     abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """The port of extproc's vLLM plugin on nixl prefillers that load it."""
     models: list[str] | None = None
+    """The models they serve; by default what each one's /v1/models says."""
     group: str = ""
+    """Prefillers hand over to decoders of the same group only."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Data-parallel ranks behind each address."""
     max_inflight: Annotated[int, Field(ge=1)] | None = None
+    """Overrides ``fleet.max_inflight``."""
 
 
 class Health(Section):
     """Probes of the engines."""
 
     interval_s: Positive = 2.0
+    """From one probe of an engine to the next."""
     timeout_s: Positive = 1.0
+    """For one probe, to the end of its answer; for one reading of /metrics, too."""
     path: str = "/health"
+    """What is asked for, by GET."""
     unhealthy_after: Annotated[int, Field(ge=1)] = 2
     """Failed probes in a row (no answer, or 5xx) that stop new work; one good probe brings an engine back."""
 
@@ -211,9 +235,12 @@ class Outlier(Section):
     base_s: Positive = 1.0
     """For how long, the first time; twice as long each further time in a row."""
     max_s: Positive = 30.0
+    """No ejection is longer than this."""
 
 
 class Fleet(EngineLists):
+    """The engines: listed here, in a watched file, or behind DNS names, all at once if need be."""
+
     connector: ConnectorName = "nixl"
     """How engine pairs move KV blocks, unless an engine says otherwise."""
     lease_s: Positive = 30.0
@@ -229,7 +256,9 @@ class Fleet(EngineLists):
     dns_servers: list[str] = []
     """``host:port`` of the DNS servers for ``dns``; the system's own by default."""
     health: Health = Health()
+    """Which engines are up."""
     outlier: Outlier = Outlier()
+    """Which engines fail though they are up."""
     scrape_s: NotNegative = 1.0
     """How often each engine's ``/metrics`` is read for its load; 0 turns it off."""
     max_inflight: dict[Literal["prefill", "decode"], Annotated[int, Field(ge=1)]] = {}
@@ -263,18 +292,24 @@ class Admission(Section):
 
 
 class Prefill(Section):
+    """The prefill leg: the request that the service sends to a prefiller itself."""
+
     timeout_s: Positive = 60.0
     """For one attempt, from sending to the full answer."""
     connect_timeout_s: Positive = 2.0
+    """For a connection to a prefiller; the attempt counts as failed then."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 2
     """How many prefillers are tried before ``on_failure``."""
     on_failure: Literal["error", "decode"] = "error"
     """``error``: 503 (504 after a timeout). ``decode``: the decoder prefills, within ``fallback``."""
     fallback: Fallback = Fallback()
+    """Bounds of ``on_failure: decode``."""
     admission: Admission = Admission()
+    """The queue in front of the prefillers."""
     cancel: Literal["auto", "disconnect", "finish"] = "auto"
     """What a client's hang-up does to a running prefill; ``auto`` takes what the connector says is safe."""
     max_connections: Annotated[int, Field(ge=1)] = 4096
+    """To all engines together, from this process. A prefill that needs one more waits a few seconds for a place."""
     keepalive_s: Positive = 2.0
     """Idle connections are dropped after this; well under the 5 s after which uvicorn closes them."""
 
@@ -288,10 +323,14 @@ PolicyName = Literal["round_robin", "least_inflight", "least_loaded", "power_of_
 
 
 class Routing(Section):
+    """Which requests are disaggregated, and which engines they get: docs/picking.md."""
+
     paths: list[RoutePath] = ["/v1/chat/completions", "/v1/completions"]
     """Exact paths that are disaggregated; all others go to a decoder untouched."""
     prefill_policy: PolicyName = "least_loaded"
+    """How a prefiller is chosen among those that could take the request."""
     decode_policy: PolicyName = "least_loaded"
+    """How decoders are put in order; the first one is Envoy's first choice."""
     affinity_bytes: Annotated[int, Field(ge=64)] = 2048
     """``prefix_affinity``: requests whose prompts begin with the same bytes, so many of them, go to the same engine."""
     min_prompt_bytes: Annotated[int, Field(ge=0)] = 0
@@ -309,12 +348,13 @@ class Limits(Section):
     """What requests may cost. A request in flight takes about three times its body of memory."""
 
     body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 32 * 1024 * 1024
-    """The largest request body; a larger one gets 413. Envoy's buffer limits must be the same."""
+    """The largest request body; a larger one gets 413. Envoy's buffer limit must leave room for what the service adds:
+    1 MiB is plenty."""
     header_bytes: Annotated[int, Field(ge=1024, le=4 << 20)] = 56 * 1024
     """Of all names and values of a request's headers together; more get 431. Envoy's own limit, 60 KiB by default, must
     leave room for the few that the service adds, or requests in between get 500 from Envoy."""
     headers: Annotated[int, Field(ge=16)] = 90
-    """How many header lines a request may have; more get 431. Envoy's own limit, 100 by default, as before."""
+    """How many header lines a request may have; more get 431. Envoy's own limit, 100 by default, must leave room."""
     json_depth: Annotated[int, Field(ge=8, le=512)] = 256
     """Levels of objects and arrays in a JSON body; a deeper one gets 400."""
     body_timeout_s: Positive = 300.0
@@ -329,7 +369,9 @@ class Release(Section):
     """Limits of the release service (what frees a prefiller's pinned KV blocks)."""
 
     queue: Annotated[int, Field(ge=1)] = 10_000
+    """Releases that may be under way or wait; more are dropped, and counted as dropped."""
     concurrency: Annotated[int, Field(ge=1)] = 64
+    """Releases under way at once."""
     timeout_s: Positive = 1.0
     """For one try on one endpoint."""
     deadline_s: Positive = 5.0
@@ -347,6 +389,8 @@ class Release(Section):
 
 
 class Life(Section):
+    """The end of the process."""
+
     drain_s: Positive = 30.0
     """SIGTERM to exit: running prefills and queued releases get this long."""
     notice_s: NotNegative = 2.0
@@ -361,20 +405,28 @@ class Tracing(Section):
     insecure: bool = True
     """Plain HTTP/2; false: TLS with the system's roots."""
     service_name: str = "extproc"
+    """``service.name`` of the traces."""
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Of requests that bring no sampling decision of their own (``traceparent``)."""
 
 
 class Log(Section):
+    """Lines on standard error: one for each request, and for what happens to engines; never a body or a secret."""
+
     format: Literal["console", "json"] = "console"
+    """For people, or one JSON object a line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Nothing below it is written."""
 
 
 class Envoy(Section):
-    """What `extproc envoy` needs to know to print a bootstrap. The service itself does not read it."""
+    """What ``extproc envoy`` needs to know to print a bootstrap, and ``extproc check`` to look at Envoy. The service
+    itself does not read it."""
 
     listen: Listen = "0.0.0.0:8080"
+    """Where clients reach Envoy."""
     admin: Listen | None = "127.0.0.1:9901"
+    """Envoy's own admin port, which ``extproc check`` asks; null turns it off."""
     extproc: str = "127.0.0.1:9002"
     """Where Envoy reaches the service: host:port; a name is resolved by Envoy (STRICT_DNS)."""
     fail_open: bool = True
@@ -388,6 +440,7 @@ class Envoy(Section):
     service_certificate: str | None = None
     """Envoy's own certificate for the service (``grpc.tls.client_ca``), with ``service_key``."""
     service_key: str | None = None
+    """The key of ``service_certificate``."""
     route_timeout_s: NotNegative = 0.0
     """Envoy's limit for a whole request; 0 turns it off, as long generations need."""
 

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 import trustme
 import yaml
 
+from extproc.check.findings import Findings
+from extproc.check.gateway import check_envoy
+from extproc.config import build
 from extproc.processes import envoy_process, find_envoy
 from tests.support import mesh
 from tests.support.engines import Answer, CloseConnection, RecordedRequest, StubEngine, prefill_params
@@ -111,6 +115,19 @@ async def test_a_request_is_prefilled_and_decoded(gateway: MeshGateway) -> None:
     assert decode.json() == {**json.loads(CHAT_BODY), "kv_transfer_params": given}
     (decoder,) = [engine for engine in gateway.decoders if engine.requests]
     assert str(decode.header(DESTINATION)).split(",")[0] == decoder.endpoint
+
+
+async def test_check_finds_nothing_wrong(gateway: MeshGateway) -> None:
+    """``extproc check`` behind the manifests as they are: what a mesh does in its own way is no mistake."""
+    config = build({**service_configuration(gateway.mesh.objects), "envoy": {"admin": gateway.envoy.admin_url[7:]}})
+    assert gateway.server is not None
+    findings = Findings()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await check_envoy(config, gateway.server.service.fleet, client, findings)
+    texts = [finding.text for finding in findings if finding.level == "ok"]
+    assert texts == ["filter, access log, metadata, limits and decode cluster fit"]
+    notes = [(finding.level, finding.code) for finding in findings if finding.level != "ok"]
+    assert notes == ([] if gateway.mesh.access_log else [("note", "endpoint_picker")])
 
 
 async def test_tokens_are_streamed(gateway: MeshGateway) -> None:

@@ -446,6 +446,11 @@ def _manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
     return manager
 
 
+def _routes(bootstrap: dict[str, Any]) -> list[dict[str, Any]]:
+    routes: list[dict[str, Any]] = _manager(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]
+    return routes
+
+
 def _filter(bootstrap: dict[str, Any]) -> dict[str, Any]:
     return next(
         entry["typed_config"]
@@ -479,7 +484,13 @@ def _response_body(bootstrap: dict[str, Any]) -> None:
 
 
 def _small_buffers(bootstrap: dict[str, Any]) -> None:
+    """The larger one counts."""
+    bootstrap["static_resources"]["listeners"][0]["per_connection_buffer_limit_bytes"] = 900_000
     _manager(bootstrap)["route_config"]["virtual_hosts"][0]["request_body_buffer_limit"] = 1_000_000
+
+
+def _a_small_buffer_on_a_route(bootstrap: dict[str, Any]) -> None:
+    _routes(bootstrap)[-1]["request_body_buffer_limit"] = 2_000_000
 
 
 def _default_buffers(bootstrap: dict[str, Any]) -> None:
@@ -517,7 +528,7 @@ def _no_access_log(bootstrap: dict[str, Any]) -> None:
 
 
 def _bold_retries(bootstrap: dict[str, Any]) -> None:
-    for route in _manager(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]:
+    for route in _routes(bootstrap):
         route["route"]["retry_policy"]["retry_on"] = "5xx, connect-failure"
 
 
@@ -535,8 +546,9 @@ def _service_elsewhere(bootstrap: dict[str, Any]) -> None:
         (_streamed_body, {"body_mode"}, "request_body_mode is STREAMED: requests are refused"),
         (_response_body, {"response_body"}, "response_body_mode is STREAMED"),
         (_small_buffers, {"buffer_limit"}, "it buffers 1000000 bytes of a body, the service takes 33554432"),
+        (_a_small_buffer_on_a_route, {"buffer_limit"}, "it buffers 2000000 bytes of a body"),
         (_default_buffers, {"buffer_limit"}, "it buffers 1048576 bytes of a body"),
-        (_short_patience, {"message_timeout"}, "max_message_timeout is 60 s, prefills may take 130 s"),
+        (_short_patience, {"message_timeout"}, "it waits 60 s for the service, prefills may take 130 s"),
         (_default_patience, {"message_timeout", "short_message_timeout"}, "message_timeout is 0.2 s"),
         (_round_robin, {"no_override_host"}, "no cluster's load balancer reads the decoder that the service picks"),
         (_other_key, {"no_override_host"}, "no cluster's load balancer reads"),
@@ -555,6 +567,49 @@ async def test_an_envoy_that_does_not_fit(site: Site, change: Change, expected: 
         )
     assert codes(findings) == {code: {"envoy"} for code in expected}
     assert any(text in finding.text for finding in findings)
+
+
+def _patience_of_its_own(bootstrap: dict[str, Any]) -> None:
+    """Long enough that the service need not ask for more: as gateways set it that know no max_message_timeout."""
+    del _filter(bootstrap)["max_message_timeout"]
+    _filter(bootstrap)["message_timeout"] = "145s"
+
+
+def _room_on_the_listener(bootstrap: dict[str, Any]) -> None:
+    """As Envoy Gateway does it; its clusters' small buffers hold no bodies."""
+    _default_buffers(bootstrap)
+    bootstrap["static_resources"]["listeners"][0]["per_connection_buffer_limit_bytes"] = 34_603_008
+    for cluster in bootstrap["static_resources"]["clusters"]:
+        cluster["per_connection_buffer_limit_bytes"] = 32_768
+
+
+def _streamed_bodies(bootstrap: dict[str, Any]) -> None:
+    """Without limits: nothing is held."""
+    _default_buffers(bootstrap)
+    mode = _filter(bootstrap)["processing_mode"]
+    mode |= {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
+
+
+def _neighbours(bootstrap: dict[str, Any]) -> None:
+    """Another app's route, with retries and limits of its own, and somebody else's processor."""
+    cluster = {"name": "other", "type": "STATIC", "connect_timeout": "1s", "load_assignment": {"cluster_name": "other"}}
+    bootstrap["static_resources"]["clusters"].append(cluster)
+    action = {"cluster": "other", "retry_policy": {"retry_on": "5xx"}}
+    route = {"match": {"prefix": "/other"}, "route": action, "request_body_buffer_limit": 32_768}
+    _routes(bootstrap).insert(0, route)
+    theirs = {
+        "@type": _filter(bootstrap)["@type"],
+        "grpc_service": {"envoy_grpc": {"cluster_name": "other"}},
+        "processing_mode": {"request_body_mode": "STREAMED"},
+    }
+    _manager(bootstrap)["http_filters"].insert(0, {"name": "theirs", "typed_config": theirs, "disabled": True})
+
+
+@pytest.mark.parametrize("change", [_patience_of_its_own, _room_on_the_listener, _streamed_bodies, _neighbours])
+async def test_an_envoy_that_fits_in_its_own_way(site: Site, change: Change) -> None:
+    async with await site.envoy_with(change) as envoy:
+        findings = await site.check(envoy={"admin": envoy.admin_url.removeprefix("http://")}, fleet={"prefill": []})
+    assert codes(findings) == {}
 
 
 async def test_an_envoy_that_is_not_there(site: Site) -> None:
