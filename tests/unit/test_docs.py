@@ -75,6 +75,8 @@ def test_every_key_is_in_the_reference() -> None:
         assert isinstance(model, type)
         assert issubclass(model, Section)
         assert rows(page, f"## `{section}`").keys() == model.model_fields.keys()
+    described = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [line for line in described if not re.split(r"(?<!\\)\|", line)[4].strip()] == []
 
 
 def test_kinds_of_values_in_words() -> None:
