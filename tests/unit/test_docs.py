@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import jsonschema
 import pytest
+import typer
 import yaml
 from prometheus_client import generate_latest
-from pydantic import Field, SecretStr, create_model
+from pydantic import BaseModel, Field, SecretStr, create_model
 
 from extproc import reference
 from extproc.cli import app
 from extproc.config import Config, Section, build
+from extproc.telemetry.labels import BYPASS_REASONS
 from extproc.telemetry.metrics import Metrics
 from tests.support.crds import SCHEMAS
 from tests.support.manifests import RENDERED, validate
@@ -139,6 +142,61 @@ def test_the_metrics_that_pages_name_exist(page: Path) -> None:
         assert any(re.search(rf"^{one}(\{{| )", EXPOSED, re.MULTILINE) for one in names), name
         if label:
             assert re.search(rf'^{name}\{{[^}}]*{label}="', EXPOSED, re.MULTILINE), (name, label)
+
+
+def keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Every key that a configuration may have, as pages write them."""
+    for name, field in model.model_fields.items():
+        yield path + name
+        for inner, _ in reference._models_in(field.annotation):
+            yield from keys(inner, f"{path}{name}.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_keys_that_pages_name_exist(page: Path) -> None:
+    sections = "|".join(Config.model_fields)
+    named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?=[`:=])", page.read_text())
+    assert {name for name in named if not name.startswith("envoy.lb")} <= set(keys(Config))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_targets_and_options_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text()
+    for file in re.findall(r"(?<![\w/.-])((?:extproc|tests|bench|docs|envoy|fuzz|protos)/[\w/.-]*\w)", text):
+        assert file == "extproc/role" or (ROOT / file).exists(), file  # a label of pods
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE):
+        assert target in targets
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for command, rest in re.findall(r"extproc (serve|envoy|check|probe)((?: [^\s`#(]+)*)", text):
+        options = {option for parameter in commands[command].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= options
+
+
+def test_concepts_say_every_reason_of_a_bypass() -> None:
+    table = rows((ROOT / "docs" / "concepts.md").read_text(), "## Bypass")
+    assert {reason for cell in table for reason in cell.split("`, `")} == set(BYPASS_REASONS)
+
+
+def test_the_readmes_defaults_are_the_defaults() -> None:
+    page = rows((ROOT / "README.md").read_text(), "## Configuration")
+    config = build({"fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]}})
+    compared = []
+    for keys_, row in page.items():
+        section = keys_.partition(".")[0]
+        for key, value in zip(re.findall(r"\.(\w+)", keys_), row[1].split(", "), strict=False):
+            if value and value != "derived":
+                assert value.strip("`") == _shown(getattr(getattr(config, section), key)), key
+                compared.append(key)
+    assert compared == (
+        "listen listen connector lease_s timeout_s attempts on_failure prefill_policy body_bytes".split()
+    )
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, int | float) and default >= 1 << 20:
+        return f"{default / (1 << 20):g} MiB"
+    return f"{default:g}" if isinstance(default, int | float) else str(default)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
