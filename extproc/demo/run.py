@@ -135,8 +135,10 @@ async def _stay(console: Console, stack: Stack) -> None:
         f"  curl -N {stack.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         '    -d \'{"model": "tiny", "stream": true, "max_tokens": 40, '
         '"messages": [{"role": "user", "content": "hello"}]}\'\n\n'
-        f"  curl {stack.admin_url}/exchanges     # what happened to it\n",
+        "What happened to it, and to all before, says the status page:\n\n"
+        f"  {stack.admin_url}/\n",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
     await stop.wait()

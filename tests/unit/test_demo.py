@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
+import shlex
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -93,3 +97,20 @@ def test_what_is_wrong_with_the_settings_is_said_before_anything_starts(
         run.run(once=True, kind="sim")
     assert ended.value.code == 1
     assert capsys.readouterr().out == "configuration: fleet.lease_s: Input should be greater than 0\n"
+
+
+async def test_what_it_offers_to_try_can_be_pasted(tmp_path: Path) -> None:
+    """However narrow the terminal is."""
+    stack = Stack(tmp_path)
+    stack.url, stack.admin_url = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    output = io.StringIO()
+    staying = asyncio.create_task(run._stay(Console(file=output, width=40), stack))
+    await asyncio.sleep(0)
+    signal.raise_signal(signal.SIGTERM)
+    await staying
+    command, _, rest = output.getvalue().partition("  curl ")[2].partition("\n\n")
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:2] == ["-N", "http://127.0.0.1:1/v1/chat/completions"]
+    assert "\n" not in words[-1]
+    assert json.loads(words[-1])["messages"] == [{"role": "user", "content": "hello"}]
+    assert "http://127.0.0.1:2/\n" in rest
