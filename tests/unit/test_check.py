@@ -261,6 +261,16 @@ async def test_groups_that_have_no_decoder(site: Site) -> None:
     assert codes(findings) == {"no_pair": {"prefill"}}
 
 
+async def test_a_fleet_with_too_many_pairs_to_try_each(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine is tried once, all the same."""
+    monkeypatch.setattr("extproc.check.handover._MAX_PAIRS", 3)
+    findings = await site.check(envoy={"admin": None})
+    assert codes(findings) == {"sampled": {"fleet"}, "envoy_unknown": {"envoy"}}
+    assert one(findings, "sampled").text == "too many pairs to try each: 2 × 2"
+    taken = [(finding.subject, finding.text) for finding in findings if "takes over" in finding.text]
+    assert taken == [(f"decode-{n}", f"takes over KV blocks from prefill-{n}") for n in (1, 2)]
+
+
 # ── the hand-over ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,21 @@ def test_the_files_targets_and_options_that_pages_name_exist(page: Path) -> None
 def test_concepts_say_every_reason_of_a_bypass() -> None:
     table = rows((ROOT / "docs" / "concepts.md").read_text(), "## Bypass")
     assert {reason for cell in table for reason in cell.split("`, `")} == set(BYPASS_REASONS)
+
+
+def test_every_finding_of_check_is_on_the_page_and_planted_in_a_test() -> None:
+    found = set()
+    for file in (ROOT / "extproc" / "check").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(attr="note" | "warning" | "error"), args=[ast.Constant(str(code)), _, _, *_]
+                ):
+                    found.add(code)
+    table = rows((ROOT / "docs" / "operations.md").read_text(), "| code | what is wrong |")
+    assert {code for cell in table for code in cell.split("`, `")} == found
+    tests = "".join((ROOT / "tests" / name).read_text() for name in ("unit/test_check.py", "envoy/test_mesh_envoy.py"))
+    assert {code for code in found if f'"{code}"' not in tests} == set()
 
 
 def test_the_readmes_defaults_are_the_defaults() -> None:
