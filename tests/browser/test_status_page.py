@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import AsyncIterator
@@ -364,4 +365,4 @@ def _text(milliseconds: float) -> str:
     """As the page rounds it."""
     if milliseconds >= 1000:
         return f"{milliseconds / 1000:.2f} s" if milliseconds < 9950 else f"{milliseconds / 1000:.1f} s"
-    return f"{milliseconds + 1e-9:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+    return f"{math.floor(milliseconds + 0.5)} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
