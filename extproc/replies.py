@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from google.protobuf.message import Message
-
 from extproc.errors import RequestError
 from extproc.pb.envoy.config.core.v3 import base_pb2
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
@@ -27,15 +25,15 @@ _CONTINUE = ext_proc.CommonResponse.CONTINUE
 Headers = Sequence[tuple[str, bytes]]
 
 
-def header_mutation(set_headers: Headers = (), remove: Iterable[str] = ()) -> ext_proc.HeaderMutation:
+# Messages are filled in place: one that is put into another is copied, at every level, with the body in it.
+
+
+def _set(mutation: ext_proc.HeaderMutation, set_headers: Headers) -> None:
     """Every header is overwritten, never appended: two X-Request-Id lines make engines take the first."""
-    return ext_proc.HeaderMutation(
-        set_headers=[
-            base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE)
-            for key, value in set_headers
-        ],
-        remove_headers=remove,
-    )
+    for key, value in set_headers:
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key = key
+        option.header.raw_value = value
 
 
 def nothing(phase: str) -> ext_proc.ProcessingResponse:
@@ -43,15 +41,11 @@ def nothing(phase: str) -> ext_proc.ProcessingResponse:
 
     ``phase`` is the request's oneof name.
     """
-    if phase.endswith("_trailers"):
-        return _in_phase(phase, ext_proc.TrailersResponse())
-    member = ext_proc.HeadersResponse if phase.endswith("_headers") else ext_proc.BodyResponse
-    return _in_phase(phase, member(response=ext_proc.CommonResponse(status=_CONTINUE)))
-
-
-def _in_phase(phase: str, member: Message) -> ext_proc.ProcessingResponse:
     response = ext_proc.ProcessingResponse()
-    getattr(response, phase).CopyFrom(member)
+    member = getattr(response, phase)
+    member.SetInParent()
+    if not phase.endswith("_trailers"):
+        member.response.status = _CONTINUE
     return response
 
 
@@ -59,11 +53,11 @@ def request_headers(
     set_headers: Headers = (), remove: Iterable[str] = (), *, skip_body: bool = False
 ) -> ext_proc.ProcessingResponse:
     """``skip_body`` asks Envoy not to send the body at all (it must allow mode overrides, else it ignores this)."""
-    response = ext_proc.ProcessingResponse(
-        request_headers=ext_proc.HeadersResponse(
-            response=ext_proc.CommonResponse(status=_CONTINUE, header_mutation=header_mutation(set_headers, remove))
-        )
-    )
+    response = ext_proc.ProcessingResponse()
+    common = response.request_headers.response
+    common.status = _CONTINUE
+    _set(common.header_mutation, set_headers)
+    common.header_mutation.remove_headers.extend(remove)
     if skip_body:
         mode = processing_mode_pb2.ProcessingMode
         response.mode_override.CopyFrom(
@@ -81,12 +75,14 @@ def request_headers(
 
 def buffered_body(set_headers: Headers, body: bytes | None) -> ext_proc.ProcessingResponse:
     """The request_body reply of the BUFFERED mode. Envoy answers 500 to a changed body without its content-length."""
-    common = ext_proc.CommonResponse(status=_CONTINUE)
+    response = ext_proc.ProcessingResponse()
+    common = response.request_body.response
+    common.status = _CONTINUE
+    _set(common.header_mutation, set_headers)
     if body is not None:
-        set_headers = (*set_headers, ("content-length", str(len(body)).encode()))
+        _set(common.header_mutation, [("content-length", b"%d" % len(body))])
         common.body_mutation.body = body
-    common.header_mutation.CopyFrom(header_mutation(set_headers))
-    return ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=common))
+    return response
 
 
 def streamed_body(phase: str, body: bytes, *, end_of_stream: bool) -> Iterator[ext_proc.ProcessingResponse]:
@@ -95,20 +91,22 @@ def streamed_body(phase: str, body: bytes, *, end_of_stream: bool) -> Iterator[e
     There, what is not sent is dropped. ``phase`` is request_body or response_body.
     """
     for start in range(0, len(body) or 1, CHUNK_BYTES):
-        chunk = ext_proc.StreamedBodyResponse(
-            body=body[start : start + CHUNK_BYTES], end_of_stream=end_of_stream and start + CHUNK_BYTES >= len(body)
-        )
-        mutation = ext_proc.BodyMutation(streamed_response=chunk)
-        common = ext_proc.CommonResponse(status=_CONTINUE, body_mutation=mutation)
-        yield _in_phase(phase, ext_proc.BodyResponse(response=common))
+        response = ext_proc.ProcessingResponse()
+        common = getattr(response, phase).response
+        common.status = _CONTINUE
+        chunk = common.body_mutation.streamed_response
+        chunk.SetInParent()
+        chunk.body = body[start : start + CHUNK_BYTES]
+        chunk.end_of_stream = end_of_stream and start + CHUNK_BYTES >= len(body)
+        yield response
 
 
 def response_headers(set_headers: Headers) -> ext_proc.ProcessingResponse:
-    return ext_proc.ProcessingResponse(
-        response_headers=ext_proc.HeadersResponse(
-            response=ext_proc.CommonResponse(status=_CONTINUE, header_mutation=header_mutation(set_headers))
-        )
-    )
+    response = ext_proc.ProcessingResponse()
+    common = response.response_headers.response
+    common.status = _CONTINUE
+    _set(common.header_mutation, set_headers)
+    return response
 
 
 def more_time(seconds: float) -> ext_proc.ProcessingResponse:
@@ -123,7 +121,7 @@ def immediate(status: int, headers: Headers, body: bytes, details: str) -> ext_p
     response = ext_proc.ProcessingResponse()
     answer = response.immediate_response
     answer.status.code = status  # type: ignore[assignment]
-    answer.headers.CopyFrom(header_mutation(headers))
+    _set(answer.headers, headers)
     names: set[str] = set()
     for option in answer.headers.set_headers:
         if option.header.key in names:  # Set-Cookie, say; Envoy 1.40 goes by the deprecated field here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import ipaddress
 import json
 from abc import ABC, abstractmethod
@@ -138,6 +139,7 @@ class Connector(ABC):
         return prefiller.address if not isinstance(host, str) or _unreachable(host) else host
 
 
+@functools.lru_cache(1024)
 def _unreachable(host: str) -> bool:
     """Whether a host means nothing to other machines."""
     name = host.strip("[]").rstrip(".").lower()

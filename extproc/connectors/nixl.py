@@ -7,7 +7,6 @@ scheduler asserts or waits for ever, and its engine dies when the client leaves.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -15,7 +14,6 @@ import msgspec
 
 from extproc import sidechannel
 from extproc.connectors.base import Connector, Handoff, ReleaseResult
-from extproc.jsonobject import JsonObject
 
 if TYPE_CHECKING:
     from extproc.enginehttp import EngineAnswer
@@ -51,7 +49,7 @@ class Nixl(Connector):
         """
         groups = handoff.values["remote_block_ids"]
         shape = [group[:1] for group in groups] if isinstance(groups[0], list) else groups[:1]
-        params = JsonObject(handoff.params).edited({"remote_block_ids": json.dumps(shape).encode()})
+        params = msgspec.json.encode({**handoff.values, "remote_block_ids": shape})
         return {"params": params.decode(), "tp_size": handoff.values.get("tp_size")}
 
     async def release(self, ticket: Ticket, ways: ReleaseWays) -> ReleaseResult:
