@@ -137,11 +137,10 @@ def status(message: ext_proc.HttpHeaders) -> int | None:
     return None
 
 
-def check_size(message: ext_proc.HttpHeaders, limits: Limits) -> None:
+def check_size(request: Request, limits: Limits) -> None:
     """Raises RequestError (431) for more, or larger, headers than configured. Pseudo headers count, as for Envoy."""
-    headers = message.headers.headers
-    size = sum(len(header.key) + len(header.raw_value or header.value) for header in headers)
-    if len(headers) > limits.headers or size > limits.header_bytes:
+    size = sum([len(name) + len(value) for name, value in request.headers])
+    if len(request.headers) > limits.headers or size > limits.header_bytes:
         text = f"The request has more than {limits.headers} headers, or more than {limits.header_bytes} bytes of them."
         raise RequestError(431, "headers_too_large", text)
 

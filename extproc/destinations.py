@@ -81,7 +81,7 @@ def choose(fleet: Fleet, need: Need, count: int, *, paired: bool, first: Engine 
     if need.model is not None and not known_model(fleet, need):
         need = replace(need, model=None)
     pairings: set[Pairing] | None = None
-    if paired:
+    if paired and len(fleet.pairings) > 1:
         prefillers = fleet.usable("prefill", replace(need, subset=None))
         pairings = {engine.pairing for engine in prefillers}
         pairings.intersection_update(engine.pairing for engine in fleet.usable("decode", need))

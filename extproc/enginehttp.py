@@ -9,6 +9,7 @@ merged, decoded or encoded anew.
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import time
 from collections.abc import Sequence
@@ -122,9 +123,9 @@ class EngineClient:
         call: Call,
     ) -> EngineAnswer:
         response = await session.post(
-            URL(_in_ascii(url), encoded=True),
+            _url(url),
             data=body if len(body) <= _AT_ONCE_BYTES else io.BytesIO(body),
-            headers=CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in headers),
+            headers=CIMultiDict([(name.decode("latin-1"), _text(value)) for name, value in headers]),
             allow_redirects=False,
             timeout=self._timeout,
             trace_request_ctx=call,
@@ -169,9 +170,11 @@ def _nothing_came(error: aiohttp.ClientError) -> bool:
     return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
 
 
-def _in_ascii(url: str) -> str:
+@functools.lru_cache(256)
+def _url(url: str) -> URL:
     """Envoy passes on raw bytes above 127, which reach us as latin-1; a URL has them percent-encoded."""
-    return url if url.isascii() else "".join(c if c < "\x80" else f"%{ord(c):02X}" for c in url)
+    text = url if url.isascii() else "".join(c if c < "\x80" else f"%{ord(c):02X}" for c in url)
+    return URL(text, encoded=True)
 
 
 def _text(value: bytes) -> str:

@@ -153,7 +153,7 @@ class Exchange:
         self._account.began(request)
         self._modes.check()
         self._service.admit()
-        classify.check_size(message.request_headers, self._limits)
+        classify.check_size(request, self._limits)
         self._subset = destinations.subset_hint(message)
         plan = classify.plan(request, self._service.config.routing.paths)
         if isinstance(plan, classify.Pass):
@@ -225,14 +225,17 @@ class Exchange:
             request.headers,
             body,
             self._account.request_id,
-            replace(need, subset=None),
+            need if need.subset is None else replace(need, subset=None),
             destination.pairing,
             self._account.span,
         )
+        self._account.prefill_began()
         try:
-            with self._account.prefilling():
+            try:
                 async with asyncio.timeout(time_left_s):
                     prefilled = await self._service.prefill(prefill)
+            finally:
+                self._account.prefill_ended()
         except TimeoutError:
             raise RequestError(504, "exchange_timeout", "The gateway's time for this request is up.") from None
         except PrefillRefused as refusal:

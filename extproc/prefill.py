@@ -141,7 +141,7 @@ class Prefiller:
             outcome = await self._supervised(reservation, request, request_id)
             if isinstance(outcome, Prefilled):
                 if not outcome.handoff.expired(time.monotonic()):
-                    return replace(outcome, failed_attempts=reasons, queued_s=queued_s)
+                    return Prefilled(outcome.handoff, outcome.request_id, outcome.seconds, reasons, queued_s)
                 # The engine may have recycled the blocks: a decoder would answer 200 with wrong text.
                 self._metrics.handoffs_expired.inc()
                 outcome = "expired"
@@ -175,8 +175,7 @@ class Prefiller:
         started = time.monotonic()
         call = Call()
         span = self._tracing.child(request.span, "prefill", client=True)
-        request = replace(request, headers=self._tracing.inject(span, request.headers), span=span)
-        attempt = asyncio.create_task(self._attempt(reservation, request, request_id, call), name="prefill")
+        attempt = asyncio.create_task(self._attempt(reservation, request, request_id, call, span), name="prefill")
         attempt.add_done_callback(lambda _: reservation.release())
         result = "cancelled"
         try:
@@ -222,16 +221,17 @@ class Prefiller:
         return next((value for name, value in request.headers if name == fair_by), b"")
 
     async def _attempt(
-        self, reservation: Reservation, request: PrefillRequest, request_id: str, call: Call
+        self, reservation: Reservation, request: PrefillRequest, request_id: str, call: Call, span: Span
     ) -> Prefilled | str:
         """One call. Returns the reason, a short metric label, where another engine should be tried."""
         engine = reservation.engine
+        headers = self._tracing.inject(span, request.headers)
         started = time.monotonic()
         try:
             answer = await self._client.post(
                 engine.url + request.path,
                 openai.prefill_body(request.body, engine.connector.prefill_edits()),
-                forwarded_headers(request.headers, request_id, engine.api_key, reservation.rank()),
+                forwarded_headers(headers, request_id, engine.api_key, reservation.rank()),
                 timeout_s=self._settings.timeout_s * 2,  # of use to an abandoned attempt alone
                 call=call,
             )
@@ -245,7 +245,7 @@ class Prefiller:
             handoff = engine.connector.handoff(engine, answer.body, call.answering_since or started)
         except UnusableHandoff as error:
             return f"unusable_{error}"
-        if reference := request.span.reference:
+        if reference := span.reference:
             handoff = replace(handoff, trace=reference)
         return Prefilled(handoff, request_id, time.monotonic() - started)
 

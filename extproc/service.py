@@ -49,15 +49,14 @@ class Service:
         self._closed = asyncio.Event()
         self._letting_go = False
         self._fallbacks = 0
+        metrics.in_flight.set_function(lambda: len(self._open))
 
     def opened(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._open[exchange] = task
-        self.metrics.in_flight.inc()
 
     def closed(self, exchange: Exchange) -> None:
         del self._open[exchange]
         self._closed.set()
-        self.metrics.in_flight.dec()
 
     @property
     def in_flight(self) -> int:

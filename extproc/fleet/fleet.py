@@ -33,6 +33,8 @@ class Fleet:
         self._turns: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self.picks: dict[Role, int] = dict.fromkeys(ROLES, 0)
         """Reservations made since the start."""
+        self.pairings: frozenset[Pairing] = frozenset()
+        """All engines'."""
         self._on_change: list[Listener] = []
         self._on_release: list[Listener] = []
 
@@ -79,6 +81,7 @@ class Fleet:
         self._on_release.append(listener)
 
     def changed(self) -> None:
+        self.pairings = frozenset(engine.pairing for engine in self._engines.values())
         for listener in list(self._on_change):
             listener()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from extproc.telemetry.logs import log
@@ -72,13 +71,11 @@ class Account:
         self.decided("refused")
         self._reason, self.status = code, status
 
-    @contextlib.contextmanager
-    def prefilling(self) -> Iterator[None]:
+    def prefill_began(self) -> None:
         self._prefill_from = time.monotonic()
-        try:
-            yield
-        finally:
-            self._prefill_to = time.monotonic()
+
+    def prefill_ended(self) -> None:
+        self._prefill_to = time.monotonic()
 
     @property
     def server_timing(self) -> bytes | None:
@@ -108,12 +105,12 @@ class Account:
             **self._prefill_times(),
             "total_ms": self._since_start(time.monotonic()),
         }
-        told = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
-        self.span.set(**told)
         failed = self.status is not None and self.status >= 500
-        if failed:
-            self.span.fail(self._reason or f"status_{self.status}")
-        self.span.end()
+        if self.span is not NO_SPAN:
+            self.span.set(**{key: value for key, value in record.items() if isinstance(value, str | int | float)})
+            if failed:
+                self.span.fail(self._reason or f"status_{self.status}")
+            self.span.end()
         self._recent.note(self.request_id, **record)
         (log.warning if failed else log.info)("exchange", **record)
 

@@ -205,4 +205,4 @@ class _FleetCollector(Collector):
 
 
 def _seconds(duration: Duration) -> float:
-    return duration.ToMicroseconds() / 1e6
+    return duration.seconds + duration.nanos / 1e9
