@@ -239,6 +239,7 @@ def _values(prefill: VllmEngine, decode_urls: Sequence[str]) -> dict[str, Any]:
             "health": {"unhealthy_after": 1_000_000},
             "outlier": {"consecutive": 1_000_000},
         },
+        "prefill": {"connect_timeout_s": 30},  # a loop that a busy machine holds up must not pass for a dead engine
         "life": {"notice_s": 0.0, "drain_s": 10.0},
         "envoy": {"listen": f"{HOST}:0", "admin": f"{HOST}:0", "fail_open": False, "message_timeout_s": 60},
     }
