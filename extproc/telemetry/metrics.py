@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
@@ -148,6 +149,12 @@ class Metrics:
             "Tickets in the access log that were not acted on.",
             reason=labels.TICKET_FAULTS,
         )
+        self.tasks = Gauge(
+            "extproc_tasks",
+            "Running asyncio tasks: a few in all, one for each open stream, prefill and release.",
+            registry=registry,
+        )
+        self.tasks.set_function(_tasks)
         self.loop_lag = Histogram(
             "extproc_loop_lag_seconds",
             "How late the event loop gets to what is due.",
@@ -202,6 +209,13 @@ class _FleetCollector(Collector):
             picks.add_metric([role], self.fleet.picks[role] if self.fleet else 0)
         yield requests
         yield picks
+
+
+def _tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # asked from outside the event loop
+        return 0
 
 
 def _seconds(duration: Duration) -> float:
