@@ -58,6 +58,7 @@ class Server:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._draining = False
+        self._knows_engines = False
         self._stack = contextlib.AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
         self.grpc_port = 0
@@ -183,16 +184,23 @@ class Server:
             await self._health.set(name, status)
 
     def why_not_ready(self) -> str | None:
-        """None when the service takes traffic; else the reason, for people."""
+        """None when the service takes traffic; else the reason, for people.
+
+        Once it knows engines it stays ready, also while all of them are down: then it still has a fallback, or an error
+        that says so, where Envoy without it has neither.
+        """
         if self._draining:
             return "draining"
         if not self.grpc_port:
             return "starting"
-        fleet = self.service.fleet
-        if not fleet.ready("decode"):
+        if self._knows_engines:
+            return None
+        decoders, prefillers = (self.service.fleet.engines(role) for role in ("decode", "prefill"))
+        if not any(engine.address for engine in decoders):
             return "no decode engine has an address"
-        if fleet.engines("prefill") and not fleet.ready("prefill"):
+        if prefillers and not any(engine.address for engine in prefillers):
             return "no prefill engine has an address"
+        self._knows_engines = True
         return None
 
     async def _serve_when_ready(self) -> None:

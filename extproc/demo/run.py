@@ -59,7 +59,7 @@ async def _demo(console: Console, *, once: bool, kind: EngineKind) -> int:
                 )
                 await stack.__aenter__()
         except ExtprocError as error:
-            console.print(f"[red]{error}[/]")
+            console.print(f"[red]{escape(str(error))}[/]")
             return 1
         try:
             return await _show(console, stack, once=once)
