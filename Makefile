@@ -78,6 +78,10 @@ bench: $(VENV)/.bench ## Contenders side by side: time and CPU (about 15 minutes
 bench-release: $(VENV)/.bench ## From a dead stream to freed blocks
 	$(BIN)/python -m bench.release
 
+.PHONY: soak
+soak: $(VENV)/.bench ## Ten minutes of churn, hang-ups and restarts; then nothing may be left
+	$(BIN)/python -m bench.soak --seconds 600
+
 .PHONY: lint
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
