@@ -260,7 +260,7 @@ async def test_the_screenshot(page: StatusPage, traffic: Traffic, tmp_path: Path
         await page.browser.until(f"{pairs}.sort().join() === 'prefill-1 → …,prefill-2 → …'")
         full = "[...document.querySelectorAll('.decode .meter i')].every(bar => parseFloat(bar.style.width) > 8)"
         await page.browser.until(full)
-        await page.browser.until("document.querySelectorAll('.track .prefill-seg + .running').length === 2")
+        await page.browser.until("document.querySelectorAll('.track .prefill-seg + .running.decoding').length === 2")
         picture = await page.browser.screenshot(1300)
         await page.browser.resize(1300, 900)
     assert picture.startswith(b"\x89PNG")
