@@ -6,7 +6,7 @@ import contextlib
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,18 @@ async def engines(
             command += ["--prefill-us-per-byte", str(prefill_us_per_byte)]
             log = directory / f"mock-{name}.log"
             await stack.enter_async_context(Process(command, log=log, name=name, ready=re.compile("ready")))
+        yield ports
+
+
+@contextlib.asynccontextmanager
+async def simulated_engines(directory: Path, options: Sequence[str]) -> AsyncIterator[tuple[int, int]]:
+    """A simulated prefiller and decoder, with these options of ``extproc sim``; yields their ports."""
+    ports = free_port(HOST), free_port(HOST)
+    async with contextlib.AsyncExitStack() as stack:
+        for role, port in zip(("prefill", "decode"), ports, strict=True):
+            command = [sys.executable, "-m", "extproc", "sim", "--role", role, "--port", str(port), *options]
+            log, ready = directory / f"sim-{role}.log", f"http://{HOST}:{port}/health"
+            await stack.enter_async_context(Process(command, log=log, name=f"sim-{role}", ready=ready))
         yield ports
 
 

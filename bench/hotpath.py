@@ -33,6 +33,7 @@ class Service:
     pid: int
     client: Client
     logged: bool
+    admin_url: str
     cpu_ms: list[float] = field(default_factory=list)
     messages: int = 0
 
@@ -83,7 +84,7 @@ async def services(directory: Path) -> AsyncIterator[tuple[Service, Service]]:
         for process, port in ((extproc, ports[0]), (bare, ports[1])):
             await stack.enter_async_context(process)
             client = await stack.enter_async_context(Client.to(f"{HOST}:{port}"))
-            made.append(Service(process.pid, client, logged=process is extproc))
+            made.append(Service(process.pid, client, process is extproc, f"http://{HOST}:{admin}"))
         yield made[0], made[1]
 
 

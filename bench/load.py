@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
 import httptools
 import uvloop
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
 
 
 @dataclass
@@ -49,6 +54,9 @@ class Connection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
+    def close(self) -> None:
+        self._transport.close()
+
     async def request(self, head: bytes, body: bytes) -> bytes:
         self.body: list[bytes] = []
         self.status = 0
@@ -74,15 +82,22 @@ def body_of(size: int, *, stream: bool, tokens: int) -> bytes:
     return json.dumps(value).encode()
 
 
-async def _two_step(prefill: Connection, decode: Connection, host: str, body: bytes) -> bytes:
+def prompt_of(tokens: int, *, answer: int) -> bytes:
+    """A streamed completion of a prompt that no other request begins like."""
+    prompt = [random.randrange(1000, 30_000) for _ in range(tokens)]
+    value = {"model": "m", "prompt": prompt, "max_tokens": answer, "stream": True, "ignore_eos": True, "temperature": 0}
+    return json.dumps(value).encode()
+
+
+async def _two_step(prefill: Connection, decode: Connection, host: str, body: bytes, path: str = CHAT) -> bytes:
     """What a client without any router has to do."""
     value = json.loads(body)
     asked = {**value, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
     leg = json.dumps(asked).encode()
-    answer = json.loads(await prefill.request(head("/v1/chat/completions", host, len(leg)), leg))
+    answer = json.loads(await prefill.request(head(path, host, len(leg)), leg))
     value["kv_transfer_params"] = answer["kv_transfer_params"]
     leg = json.dumps(value).encode()
-    return await decode.request(head("/v1/chat/completions", host, len(leg)), leg)
+    return await decode.request(head(path, host, len(leg)), leg)
 
 
 async def run(port: int, prefill_port: int | None, body: bytes, concurrency: int, seconds: float) -> Samples:
@@ -90,7 +105,7 @@ async def run(port: int, prefill_port: int | None, body: bytes, concurrency: int
     loop = asyncio.get_running_loop()
     samples = Samples()
     host = f"127.0.0.1:{port}"
-    request_head = head("/v1/chat/completions", host, len(body))
+    request_head = head(CHAT, host, len(body))
     deadline = time.perf_counter() + seconds
 
     async def connect(to: int) -> Connection:
@@ -121,22 +136,68 @@ async def run(port: int, prefill_port: int | None, body: bytes, concurrency: int
     return samples
 
 
+async def run_at_rate(
+    port: int, prefill_port: int | None, requests: int, rate: float, *, prompt: int, answer: int, burstiness: float
+) -> Samples:
+    """Requests at ``rate`` a second, whatever becomes of those before: the gaps are gamma-distributed, with the shape
+    ``burstiness`` (1: Poisson arrivals; 100: almost even), as in ``vllm bench serve``."""
+    loop = asyncio.get_running_loop()
+    samples = Samples()
+    host = f"127.0.0.1:{port}"
+
+    async def one(body: bytes) -> None:
+        decode = (await loop.create_connection(Connection, "127.0.0.1", port))[1]
+        started = time.perf_counter()
+        try:
+            if prefill_port:
+                prefill = (await loop.create_connection(Connection, "127.0.0.1", prefill_port))[1]
+                received = await _two_step(prefill, decode, host, body, COMPLETIONS)
+                prefill.close()
+            else:
+                received = await decode.request(head(COMPLETIONS, host, len(body)), body)
+        except OSError:
+            samples.failures += 1
+            return
+        finally:
+            decode.close()
+        if decode.status != 200 or not received.endswith(b"data: [DONE]\n\n"):
+            samples.failures += 1
+            return
+        samples.first.append(decode.first_at - started)
+        samples.total.append(time.perf_counter() - started)
+        samples.events += received.count(b"\ndata: ")
+
+    tasks = []
+    for body in [prompt_of(prompt, answer=answer) for _ in range(requests)]:
+        tasks.append(asyncio.create_task(one(body)))
+        await asyncio.sleep(random.gammavariate(burstiness, 1 / (rate * burstiness)))
+    await asyncio.gather(*tasks)
+    return samples
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("--prefill-port", type=int)
-    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--size", type=int, default=5 * 1024)
+    parser.add_argument("--rate", type=float, default=0.0, help="open loop: requests a second, not as fast as they go")
+    parser.add_argument("--requests", type=int, default=15, help="with --rate: how many")
+    parser.add_argument("--prompt", type=int, default=8000, help="with --rate: tokens in")
+    parser.add_argument("--burstiness", type=float, default=100.0, help="with --rate")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
-    body = body_of(options.size, stream=options.stream, tokens=options.tokens)
-    samples = uvloop.run(run(options.port, options.prefill_port, body, options.concurrency, options.seconds))
-    json.dump(
-        {"first": samples.first, "total": samples.total, "failures": samples.failures, "events": samples.events},
-        sys.stdout,
-    )
+    if options.rate:
+        shape = {"prompt": options.prompt, "answer": options.tokens, "burstiness": options.burstiness}
+        load = run_at_rate(options.port, options.prefill_port, options.requests, options.rate, **shape)
+    else:
+        body = body_of(options.size, stream=options.stream, tokens=options.tokens)
+        load = run(options.port, options.prefill_port, body, options.concurrency, options.seconds)
+    started = time.perf_counter()
+    samples = uvloop.run(load)
+    json.dump(vars(samples) | {"seconds": time.perf_counter() - started}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""What a second worker is worth: throughput of ``workers: 2`` over 1, by CPU accounting.
+
+``python -m bench.workers`` loads an Envoy with one worker behind it and one with two, in turn. A worker that needs
+``c`` CPU seconds for its share of ``n`` requests could serve ``n / c`` a second on a core of its own; the slower one
+limits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from bench.contenders import Contender, contender, engines
+from bench.run import Workload, measure
+
+_WORKLOAD = Workload("unary 5 KB", 5 * 1024, 16, seconds=3.0)
+
+
+def workers_cpu(target: Contender) -> dict[int, float]:
+    """CPU seconds of each worker process, by its id: a supervisor's children, or the one process itself."""
+    root = psutil.Process(target.processes["extproc"].pid)
+    found = {}
+    for process in root.children() or [root]:
+        times = process.cpu_times()
+        found[process.pid] = times.user + times.system
+    return found
+
+
+async def _round(target: Contender) -> float:
+    """Requests a second that the workers could serve together, each on a core of its own."""
+    before = workers_cpu(target)
+    samples, _ = await measure(target, _WORKLOAD)
+    after = workers_cpu(target)
+    return len(samples["total"]) / max(after[pid] - before[pid] for pid in before)
+
+
+async def bench(rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(engines(Path(folder), token_ms=0))
+            targets = []
+            for workers in (1, 2):
+                directory = Path(folder) / str(workers)
+                directory.mkdir()
+                made = contender("Envoy + extproc", directory, *ports, workers=workers)
+                targets.append(await stack.enter_async_context(made))
+            for target in targets:
+                await _round(target)  # warm-up
+            rates = [[await _round(target) for target in targets] for _ in range(rounds)]
+    one, two = (statistics.median(rate[index] for rate in rates) for index in (0, 1))
+    ratios = [with_two / with_one for with_one, with_two in rates]
+    print(f"requests per CPU second of the busiest worker: {one:.0f} with one, {two:.0f} with two workers")
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})", file=sys.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5)
+    asyncio.run(bench(parser.parse_args().rounds))
+
+
+if __name__ == "__main__":
+    main()
