@@ -82,6 +82,16 @@ def _engine_url(value: str) -> str:
     return f"{parts.scheme}://{parts.netloc.lower().removesuffix(':')}"
 
 
+def _secret(value: SecretStr) -> SecretStr:
+    """Keys come from files, which end in a newline; what is left goes into a header."""
+    text = value.get_secret_value().strip()
+    if not text:
+        raise ValueError("must not be empty; leave the key out, or write null")
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("expected printable ASCII characters on one line")
+    return SecretStr(text)
+
+
 def _path(value: str) -> str:
     if not value.startswith("/") or "?" in value or "#" in value:
         raise ValueError("expected a path like /v1/completions, without a query")
@@ -91,6 +101,7 @@ def _path(value: str) -> str:
 Listen = Annotated[str, AfterValidator(_listen)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
 RoutePath = Annotated[str, AfterValidator(_path)]
+Secret = Annotated[SecretStr, AfterValidator(_secret)]
 
 
 class Section(BaseModel):
@@ -139,7 +150,7 @@ class Engine(Section):
     """Overrides ``fleet.connector``."""
     lease_s: Positive | None = None
     """Overrides ``fleet.lease_s``."""
-    api_key: SecretStr | None = None
+    api_key: Secret | None = None
     """Sent as a bearer token where the client sent no Authorization, and on requests that the service makes itself."""
     abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A nixl prefiller that loads extproc's vLLM plugin: the port its rank 0 listens on for aborts."""
@@ -200,7 +211,7 @@ class Dns(Section):
     """Here and below: as for a single engine, for each one found."""
     lease_s: Positive | None = None
     """Overrides ``fleet.lease_s``."""
-    api_key: SecretStr | None = None
+    api_key: Secret | None = None
     """Overrides ``fleet.api_key``."""
     abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """The port of extproc's vLLM plugin on nixl prefillers that load it."""
@@ -245,7 +256,7 @@ class Fleet(EngineLists):
     """How engine pairs move KV blocks, unless an engine says otherwise."""
     lease_s: Positive = 30.0
     """How long a prefiller keeps a handoff (vLLM's kv_lease_duration). Older handoffs are never sent to a decoder."""
-    api_key: SecretStr | None = None
+    api_key: Secret | None = None
     """The engines' key (vLLM's --api-key), unless an engine has its own."""
     resolve_s: Positive = 5.0
     """How often engine names are looked up again; DNS discovery follows the records' TTL, but not faster than 1 s."""
@@ -376,7 +387,7 @@ class Release(Section):
     """For one try on one endpoint."""
     deadline_s: Positive = 5.0
     """From the request for a release to giving up."""
-    ticket_key: SecretStr | None = None
+    ticket_key: Secret | None = None
     """Signs tickets. All replicas need the same one; by default it is derived from the fleet's configuration."""
     ascend_message: Literal["auto", "abort", "done"] = "auto"
     """mooncake-ascend: ``abort_request_msg`` (vllm-ascend PR 14716) or ``done_recving_msg`` (stock)."""

@@ -59,6 +59,7 @@ _KINDS_OF_TEXT: Final[Mapping[Any, str]] = {
     get_args(config.Listen)[1]: "`host:port`",
     get_args(config.EngineUrl)[1]: "URL",
     get_args(config.RoutePath)[1]: "path",
+    get_args(config.Secret)[1]: "secret",
 }
 _NAMES: Final[Mapping[Any, str]] = {
     str: "text",

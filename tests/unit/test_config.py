@@ -415,22 +415,52 @@ def test_what_kubernetes_puts_there_for_a_service_of_that_name_is_no_configurati
 # ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _with_secrets() -> config.Config:
-    return config.build(
-        {
-            "fleet": {
-                "api_key": SECRET,
-                "prefill": [{"url": "http://p:1", "api_key": SECRET}],
-                "decode": [{"url": "http://d:1", "api_key": SECRET}],
-                "dns": [{"role": "decode", "name": "d.local", "api_key": SECRET}],
-            },
-            "release": {"ticket_key": SECRET},
-        }
-    )
+def _keys(settings: config.Config) -> list[str | None]:
+    """All that there are: the fleet's, a prefiller's, a decoder's, a DNS entry's, and that of tickets."""
+    fleet = settings.fleet
+    owners = (fleet, fleet.prefill[0], fleet.decode[0], fleet.dns[0])
+    keys = [*(owner.api_key for owner in owners), settings.release.ticket_key]
+    return [key.get_secret_value() if key else None for key in keys]
+
+
+def _with_key(key: str) -> dict[str, Any]:
+    return {
+        "fleet": {
+            "api_key": key,
+            "prefill": [{"url": "http://p:1", "api_key": key}],
+            "decode": [{"url": "http://d:1", "api_key": key}],
+            "dns": [{"role": "decode", "name": "d.local", "api_key": key}],
+        },
+        "release": {"ticket_key": key},
+    }
+
+
+@pytest.mark.parametrize("key", [f"{SECRET}\n", f" {SECRET}\r\n", f"\t{SECRET} "])
+def test_keys_come_from_files_that_end_in_a_newline(key: str) -> None:
+    assert _keys(config.build(_with_key(key))) == [SECRET] * 5
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("", "must not be empty; leave the key out, or write null"),
+        (" \n", "must not be empty; leave the key out, or write null"),
+        (f"{SECRET}\nmore", "expected printable ASCII characters on one line"),
+        (f"{SECRET}\0more", "expected printable ASCII characters on one line"),
+        (f"{SECRET}-schlüssel", "expected printable ASCII characters on one line"),
+        (f"{SECRET}\ud800", "expected printable ASCII characters on one line"),
+    ],
+)
+def test_keys_that_no_header_can_carry_are_refused_by_name(key: str, problem: str) -> None:
+    where = ("fleet.prefill[0].api_key", "fleet.decode[0].api_key", "fleet.api_key", "fleet.dns[0].api_key")
+
+    problems = _problems(_with_key(key))
+
+    assert sorted(problems) == sorted(f"{name}: {problem}" for name in (*where, "release.ticket_key"))
 
 
 def test_secrets_are_in_no_printed_form() -> None:
-    settings = _with_secrets()
+    settings = config.build(_with_key(SECRET))
 
     for part in (settings, settings.fleet, settings.fleet.prefill[0], settings.release):
         for text in (repr(part), str(part), f"{part}", part.model_dump_json(), repr(part.model_dump())):

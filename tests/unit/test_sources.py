@@ -80,6 +80,12 @@ def test_the_file_lists_engines_beside_those_of_other_sources(watched: Watched) 
     assert watched.source.problem is None
 
 
+def test_an_engines_key_may_end_in_a_newline(watched: Watched) -> None:
+    watched.path.write_text("decode:\n- url: http://10.0.2.1:8000\n  api_key: |\n    sk-1\n")
+    watched.source.read()
+    assert [engine.api_key for engine in watched.fleet.engines("decode")] == ["sk-1"]
+
+
 def test_a_change_is_taken_over_and_engines_that_stay_are_the_same(watched: Watched) -> None:
     watched.path.write_text(lists(1, 2))
     watched.read()
@@ -120,6 +126,10 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "bad URL": ("decode: [{url: '10.0.2.1:8000'}]", "decode[0].url: expected a URL like http://host:port"),
     "bad value": ("decode: [{url: 'http://10.0.2.1', drain: 7}]", "decode[0].drain: "),
+    "key that no header can carry": (
+        "decode: [{url: 'http://10.0.2.1', api_key: sk-secret-ü}]",
+        "decode[0].api_key: expected printable ASCII characters on one line",
+    ),
     "listed twice": ("decode: [{url: 'http://10.0.2.1'}, {url: 'http://10.0.2.1'}]", "is listed twice"),
     "key that is no name": ("7: []", "a key is not a string"),
 }
