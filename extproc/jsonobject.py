@@ -20,7 +20,10 @@ _encode = msgspec.json.Encoder().encode
 _KEY: Final = re.compile(rb'[ \t\n\r]*+("(?:[^"\\]++|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+')
 _SEPARATOR: Final = re.compile(rb"[ \t\n\r]*+([,}])")
 
-# No request has that many; beyond it, bytes between the members are given up for speed.
+# A request with more is refused: to read and to edit one costs much more than its bytes would suggest.
+_MAX_MEMBERS: Final = 4096
+
+# No request has that many either; beyond it, bytes between the members are given up for speed.
 _MAX_MEMBERS_WALKED: Final = 256
 
 _BRACKETS: Final = b"[{]}"
@@ -66,13 +69,18 @@ def nests_deeper(text: bytes, levels: int) -> bool:
     return False
 
 
+class TooManyMembers(BadJson):
+    """The object has more than 4,096 members."""
+
+
 class JsonObject:
     """A parsed JSON object: ``members`` maps each key to the text of its value (the last one, where a key repeats)."""
 
     __slots__ = ("_spans", "members", "text")
 
     def __init__(self, text: bytes) -> None:
-        """Raises BadJson (TooDeep) or NotAnObject. Keys must be UTF-8; in values only the syntax is checked."""
+        """Raises BadJson (TooDeep, TooManyMembers) or NotAnObject. Keys must be UTF-8; in values only the
+        syntax is checked."""
         try:
             self.members: dict[str, msgspec.Raw] = _decode_members(text)
         except msgspec.ValidationError as error:
@@ -81,6 +89,8 @@ class JsonObject:
             raise BadJson(str(error)) from None
         except RecursionError:
             raise TooDeep("nested too deeply") from None
+        if len(self.members) > _MAX_MEMBERS:
+            raise TooManyMembers(f"more than {_MAX_MEMBERS} members")
         self.text = text
         self._spans: list[_Span] | None = None
 

@@ -40,12 +40,15 @@ _PREFILL_EDITS: Final[Mapping[str, bytes | None]] = {
 }
 _LENGTH_ALIASES: Final = ("max_completion_tokens", "max_output_tokens")
 
+_MAX_SMALL_BYTES: Final = 4096  # of flags, counts, and a model's name
+
 _LIST_OF_PROMPTS: Final = re.compile(rb'\[[ \t\n\r]*+["\[{]')
+_decode_one = msgspec.json.Decoder(tuple[msgspec.Raw]).decode  # gives up at a second one, however many there are
 _LIST_OF_CHATS: Final = re.compile(rb"\[[ \t\n\r]*+\[")
 
 
 def parse(body: bytes) -> JsonObject:
-    """Raises BadJson (TooDeep) or NotAnObject."""
+    """Raises BadJson (TooDeep, TooManyMembers) or NotAnObject."""
     request = JsonObject(body)
     _no_connector_members(request)  # what is nested must be readable as well, or it could not be cleaned
     return request
@@ -135,10 +138,12 @@ def names_connector_params(text: bytes) -> bool:
 
 
 def _value(request: JsonObject, key: str) -> Any:
-    """A small member, decoded; ``...`` for what cannot be (a number out of range, bad UTF-8)."""
+    """A small member, decoded; ``...`` for what cannot be (a number out of range, bad UTF-8) or is not small."""
     raw = request.members.get(key)
     if raw is None:
         return None
+    if memoryview(raw).nbytes > _MAX_SMALL_BYTES:
+        return ...
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, RecursionError):
@@ -169,4 +174,8 @@ def _one_prompt(raw: bytes | None) -> bool:
     """Whether a ``prompt`` is one sequence: a string, a list of token ids, or a list that holds one of these."""
     if raw is None or not _LIST_OF_PROMPTS.match(raw):
         return True
-    return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) == 1
+    try:
+        _decode_one(raw)
+    except msgspec.ValidationError:
+        return False
+    return True

@@ -29,7 +29,7 @@ BYPASS_REASONS: Final = (
 )
 FALLBACK_RESULTS: Final = ("decode", "error", "out_of_bounds")
 ERROR_CODES: Final = (
-    *("body_too_large", "headers_too_large", "json_too_deep", "body_timeout", "exchange_timeout"),
+    *("body_too_large", "headers_too_large", "json_too_deep", "json_too_large", "body_timeout", "exchange_timeout"),
     *("unsupported_content_encoding", "unsupported_charset", "connector_params_not_accepted"),
     *("overloaded", "queue_full", "queue_timeout", "decoders_busy", "no_decoder"),
     *("prefill_timeout", "prefill_unavailable", "unsupported_processing_mode", "internal"),
