@@ -50,6 +50,8 @@ HEALTH_NAMES = ("", EXT_PROC)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _READY_POLL_S = 0.05
+_PING_EVERY_S = 20.0
+_PING_TIMEOUT_S = 20.0  # ample for a machine under load; what it stands for is minutes of held places
 
 
 class Server:
@@ -133,6 +135,12 @@ class Server:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.http2.max_ping_strikes", 0),
+                # An Envoy that froze, or whose host is gone, ends no stream: without these pings of ours, what its
+                # requests hold of engines' places would be held for hours. Both limits apply, the second to each ping.
+                ("grpc.keepalive_time_ms", round(_PING_EVERY_S * 1000)),
+                ("grpc.keepalive_timeout_ms", round(_PING_TIMEOUT_S * 1000)),
+                ("grpc.http2.ping_timeout_ms", round(_PING_TIMEOUT_S * 1000)),
+                ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),
             ]
         )
