@@ -27,8 +27,9 @@ ENV_PREFIX = "EXTPROC_"
 ENV_NESTING = "__"
 
 ConnectorName = Literal["nixl", "mooncake-ascend", "timer"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+DAY_S = 24 * 60 * 60  # longer than anything here takes, and far below what timers and Envoy's durations can hold
+Seconds = Annotated[float, Field(gt=0, le=DAY_S, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)]
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
 
@@ -66,6 +67,31 @@ def _listen(value: str) -> str:
     return value
 
 
+def _peer(value: str) -> str:
+    try:
+        _, port = split_listen(value)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ValueError("expected host:port, like 127.0.0.1:9002 or [::1]:9002")
+    return value
+
+
+def _dns_server(value: str) -> str:
+    try:
+        host, port = split_listen(value)
+        ipaddress.ip_address(host)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ValueError("expected address:port, like 10.0.0.10:53 or [fd00::10]:53")
+    return value
+
+
+def _collector(value: str) -> str:
+    return _engine_url(value) if "://" in value else _peer(value)
+
+
 def _engine_url(value: str) -> str:
     expected = "expected a URL like http://host:port"
     try:
@@ -98,9 +124,19 @@ def _path(value: str) -> str:
     return value
 
 
+def _probe_path(value: str) -> str:
+    if not re.fullmatch("/[!-~]{0,1023}", value) or "#" in value:
+        raise ValueError("expected a path like /health")
+    return value
+
+
 Listen = Annotated[str, AfterValidator(_listen)]
+Peer = Annotated[str, AfterValidator(_peer)]
+DnsServer = Annotated[str, AfterValidator(_dns_server)]
+CollectorUrl = Annotated[str, AfterValidator(_collector)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
 RoutePath = Annotated[str, AfterValidator(_path)]
+ProbePath = Annotated[str, AfterValidator(_probe_path)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 
 
@@ -148,7 +184,7 @@ class Engine(Section):
     """How logs and metrics call it; the URL's host:port by default."""
     connector: ConnectorName | None = None
     """Overrides ``fleet.connector``."""
-    lease_s: Positive | None = None
+    lease_s: Seconds | None = None
     """Overrides ``fleet.lease_s``."""
     api_key: Secret | None = None
     """Sent as a bearer token where the client sent no Authorization, and on requests that the service makes itself."""
@@ -209,7 +245,7 @@ class Dns(Section):
     """Of the engines' URLs. With https, their certificates must be for the addresses."""
     connector: ConnectorName | None = None
     """Here and below: as for a single engine, for each one found."""
-    lease_s: Positive | None = None
+    lease_s: Seconds | None = None
     """Overrides ``fleet.lease_s``."""
     api_key: Secret | None = None
     """Overrides ``fleet.api_key``."""
@@ -228,11 +264,11 @@ class Dns(Section):
 class Health(Section):
     """Probes of the engines."""
 
-    interval_s: Positive = 2.0
+    interval_s: Seconds = 2.0
     """From one probe of an engine to the next."""
-    timeout_s: Positive = 1.0
+    timeout_s: Seconds = 1.0
     """For one probe, to the end of its answer; for one reading of /metrics, too."""
-    path: str = "/health"
+    path: ProbePath = "/health"
     """What is asked for, by GET."""
     unhealthy_after: Annotated[int, Field(ge=1)] = 2
     """Failed probes in a row (no answer, or 5xx) that stop new work; one good probe brings an engine back."""
@@ -243,9 +279,9 @@ class Outlier(Section):
 
     consecutive: Annotated[int, Field(ge=1)] = 3
     """Failed requests in a row that eject an engine."""
-    base_s: Positive = 1.0
+    base_s: Seconds = 1.0
     """For how long, the first time; twice as long each further time in a row."""
-    max_s: Positive = 30.0
+    max_s: Seconds = 30.0
     """No ejection is longer than this."""
 
 
@@ -254,23 +290,23 @@ class Fleet(EngineLists):
 
     connector: ConnectorName = "nixl"
     """How engine pairs move KV blocks, unless an engine says otherwise."""
-    lease_s: Positive = 30.0
+    lease_s: Seconds = 30.0
     """How long a prefiller keeps a handoff (vLLM's kv_lease_duration). Older handoffs are never sent to a decoder."""
     api_key: Secret | None = None
     """The engines' key (vLLM's --api-key), unless an engine has its own."""
-    resolve_s: Positive = 5.0
+    resolve_s: Seconds = 5.0
     """How often engine names are looked up again; DNS discovery follows the records' TTL, but not faster than 1 s."""
     file: Path | None = None
     """A YAML file with ``prefill`` and ``decode`` lists, read again whenever it changes. A bad file changes nothing."""
     dns: list[Dns] = []
     """Names to discover engines by."""
-    dns_servers: list[str] = []
-    """``host:port`` of the DNS servers for ``dns``; the system's own by default."""
+    dns_servers: list[DnsServer] = []
+    """``address:port`` of the DNS servers for ``dns``; the system's own by default."""
     health: Health = Health()
     """Which engines are up."""
     outlier: Outlier = Outlier()
     """Which engines fail though they are up."""
-    scrape_s: NotNegative = 1.0
+    scrape_s: SecondsOrZero = 1.0
     """How often each engine's ``/metrics`` is read for its load; 0 turns it off."""
     max_inflight: dict[Literal["prefill", "decode"], Annotated[int, Field(ge=1)]] = {}
     """Cap of requests from this process on an engine, by role, unless the engine has its own."""
@@ -296,7 +332,7 @@ class Admission(Section):
 
     queue: Annotated[int, Field(ge=0)] = 1024
     """Requests that may wait; more get 429 with Retry-After."""
-    max_wait_s: Positive = 10.0
+    max_wait_s: Seconds = 10.0
     """A request that has waited so long gets 503 with Retry-After."""
     fair_by: str = "authorization"
     """Clients with different values of this header take turns; those with the same one queue up."""
@@ -305,9 +341,9 @@ class Admission(Section):
 class Prefill(Section):
     """The prefill leg: the request that the service sends to a prefiller itself."""
 
-    timeout_s: Positive = 60.0
+    timeout_s: Seconds = 60.0
     """For one attempt, from sending to the full answer."""
-    connect_timeout_s: Positive = 2.0
+    connect_timeout_s: Seconds = 2.0
     """For a connection to a prefiller; the attempt counts as failed then."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 2
     """How many prefillers are tried before ``on_failure``."""
@@ -321,7 +357,7 @@ class Prefill(Section):
     """What a client's hang-up does to a running prefill; ``auto`` takes what the connector says is safe."""
     max_connections: Annotated[int, Field(ge=1)] = 4096
     """To all engines together, from this process. A prefill that needs one more waits a few seconds for a place."""
-    keepalive_s: Positive = 2.0
+    keepalive_s: Seconds = 2.0
     """Idle connections are dropped after this; well under the 5 s after which uvicorn closes them."""
 
     @property
@@ -364,15 +400,15 @@ class Limits(Section):
     header_bytes: Annotated[int, Field(ge=1024, le=4 << 20)] = 56 * 1024
     """Of all names and values of a request's headers together; more get 431. Envoy's own limit, 60 KiB by default, must
     leave room for the few that the service adds, or requests in between get 500 from Envoy."""
-    headers: Annotated[int, Field(ge=16)] = 90
+    headers: Annotated[int, Field(ge=16, le=10_000)] = 90
     """How many header lines a request may have; more get 431. Envoy's own limit, 100 by default, must leave room."""
     json_depth: Annotated[int, Field(ge=8, le=512)] = 256
     """Levels of objects and arrays in a JSON body; a deeper one gets 400."""
-    body_timeout_s: Positive = 300.0
+    body_timeout_s: Seconds = 300.0
     """From a request's headers to the end of its body; a slower one gets 408."""
-    exchange_s: Positive = 600.0
+    exchange_s: Seconds = 600.0
     """From a request's headers to its dispatch to a decoder, whatever it waits for; a slower one gets 504."""
-    in_flight: Annotated[int, Field(ge=1)] = 10_000
+    in_flight: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
     """Exchanges at once, those included whose tokens are still flowing; more get 503 with Retry-After."""
 
 
@@ -383,9 +419,9 @@ class Release(Section):
     """Releases that may be under way or wait; more are dropped, and counted as dropped."""
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Releases under way at once."""
-    timeout_s: Positive = 1.0
+    timeout_s: Seconds = 1.0
     """For one try on one endpoint."""
-    deadline_s: Positive = 5.0
+    deadline_s: Seconds = 5.0
     """From the request for a release to giving up."""
     ticket_key: Secret | None = None
     """Signs tickets. All replicas need the same one; by default it is derived from the fleet's configuration."""
@@ -393,7 +429,7 @@ class Release(Section):
     """mooncake-ascend: ``abort_request_msg`` (vllm-ascend PR 14716) or ``done_recving_msg`` (stock)."""
     outcomes_from: Literal["auto", "access_log", "stream"] = "auto"
     """What tells how a request ended. ``auto``: Envoy's access log once an entry has come in, the stream until then."""
-    settle_s: Positive = 0.4
+    settle_s: Seconds = 0.4
     """A stream that ends before its response headers: how long the access log has to tell why."""
     max_finishing: Annotated[int, Field(ge=0)] = 256
     """How many abandoned prefills may run to their end at once (``prefill.cancel: finish``)."""
@@ -402,16 +438,16 @@ class Release(Section):
 class Life(Section):
     """The end of the process."""
 
-    drain_s: Positive = 30.0
+    drain_s: Seconds = 30.0
     """SIGTERM to exit: running prefills and queued releases get this long."""
-    notice_s: NotNegative = 2.0
+    notice_s: SecondsOrZero = 2.0
     """How long new streams are still served after health turned NOT_SERVING, so that Envoy's health check notices."""
 
 
 class Tracing(Section):
     """OpenTelemetry traces over OTLP (gRPC); needs the extra ``extproc[otlp]``."""
 
-    endpoint: str | None = None
+    endpoint: CollectorUrl | None = None
     """The collector, like http://otel-collector:4317; null turns tracing off."""
     insecure: bool = True
     """Plain HTTP/2; false: TLS with the system's roots."""
@@ -438,11 +474,11 @@ class Envoy(Section):
     """Where clients reach Envoy."""
     admin: Listen | None = "127.0.0.1:9901"
     """Envoy's own admin port, which ``extproc check`` asks; null turns it off."""
-    extproc: str = "127.0.0.1:9002"
+    extproc: Peer = "127.0.0.1:9002"
     """Where Envoy reaches the service: host:port; a name is resolved by Envoy (STRICT_DNS)."""
     fail_open: bool = True
     """The service is down: true runs requests on the decoders alone, false answers 500."""
-    message_timeout_s: Positive = 5.0
+    message_timeout_s: Seconds = 5.0
     """Envoy's patience for one reply; the service asks for more while it prefills."""
     ca_file: str = "/etc/ssl/certs/ca-certificates.crt"
     """Certificate authorities that Envoy trusts for decoders with an https URL."""
@@ -452,7 +488,7 @@ class Envoy(Section):
     """Envoy's own certificate for the service (``grpc.tls.client_ca``), with ``service_key``."""
     service_key: str | None = None
     """The key of ``service_certificate``."""
-    route_timeout_s: NotNegative = 0.0
+    route_timeout_s: SecondsOrZero = 0.0
     """Envoy's limit for a whole request; 0 turns it off, as long generations need."""
 
 

@@ -57,8 +57,12 @@ What a request's time is made of, as histograms:
 # What a text is that config.py checks by a function of its own.
 _KINDS_OF_TEXT: Final[Mapping[Any, str]] = {
     get_args(config.Listen)[1]: "`host:port`",
+    get_args(config.Peer)[1]: "`host:port`",
+    get_args(config.DnsServer)[1]: "`address:port`",
     get_args(config.EngineUrl)[1]: "URL",
+    get_args(config.CollectorUrl)[1]: "URL",
     get_args(config.RoutePath)[1]: "path",
+    get_args(config.ProbePath)[1]: "path",
     get_args(config.Secret)[1]: "secret",
 }
 _NAMES: Final[Mapping[Any, str]] = {

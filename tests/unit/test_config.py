@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from extproc import config
+from extproc.bootstrap import render
 from extproc.configtext import parse_yaml
 from extproc.errors import ConfigError
 
@@ -166,6 +168,10 @@ def test_merge_keys_and_anchors_work() -> None:
                 "grpc.tls.cert: unknown key; known: certificate, key, client_ca",
             ],
         ),
+        ({"prefill": {"timeout_s": 1e300}}, ["prefill.timeout_s: Input should be less than or equal to 86400"]),
+        ({"life": {"notice_s": 86401}}, ["life.notice_s: Input should be less than or equal to 86400"]),
+        ({"fleet": {**FLEET, "health": {"path": "health"}}}, ["fleet.health.path: expected a path like /health"]),
+        ({"fleet": {**FLEET, "health": {"path": "/a\nb"}}}, ["fleet.health.path: expected a path like /health"]),
         ({"admin": {"listen": ""}}, ["admin.listen: expected host:port, like 0.0.0.0:9002 or [::]:9002"]),
     ],
 )
@@ -279,6 +285,42 @@ def test_an_ipv6_listen_address_needs_brackets(text: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("text"), ["", "foo", "foo:", "foo:0", "foo:65536", "::1:9002", "http://foo:9002", ":9002"])
+def test_the_address_of_the_service_has_a_host_and_a_port(text: str) -> None:
+    assert _problems({"fleet": FLEET, "envoy": {"extproc": text}}) == [
+        "envoy.extproc: expected host:port, like 127.0.0.1:9002 or [::1]:9002"
+    ]
+
+
+@pytest.mark.parametrize("text", ["8.8.8.8", "8.8.8.8:0", "dns.test:53", "2001:db8::1:53", "[2001:db8::1]", ""])
+def test_dns_servers_are_addresses_with_ports(text: str) -> None:
+    dns = {"dns": [{"role": "decode", "name": "d.local"}], "dns_servers": ["10.0.0.10:53", "[fd00::10]:53", text]}
+
+    assert _problems({"fleet": dns}) == [
+        "fleet.dns_servers[2]: expected address:port, like 10.0.0.10:53 or [fd00::10]:53"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("http://otel-collector:4317", "http://otel-collector:4317"),
+        ("https://otel.example/", "https://otel.example"),
+        ("http://[::1]:4317", "http://[::1]:4317"),
+        ("otel-collector:4317", "otel-collector:4317"),
+    ],
+)
+def test_addresses_of_a_trace_collector(text: str, kept: str) -> None:
+    assert config.build({"fleet": FLEET, "tracing": {"endpoint": text}}).tracing.endpoint == kept
+
+
+@pytest.mark.parametrize("text", ["", "http://[::1", "collector", "http://", "ftp://c:1", "http://c:4317/v1/traces"])
+def test_bad_addresses_of_a_trace_collector_are_refused_by_name(text: str) -> None:
+    [problem] = _problems({"fleet": FLEET, "tracing": {"endpoint": text}})
+
+    assert problem.startswith("tracing.endpoint: expected ")
+
+
 # ── engines listed twice ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -304,6 +346,33 @@ def test_an_engine_may_have_both_roles() -> None:
     settings = config.build({"fleet": {**FLEET, "prefill": [{"url": "http://d:1", "name": "d:1"}]}})
 
     assert settings.fleet.prefill[0].endpoint == settings.fleet.decode[0].endpoint == "d:1"
+
+
+# ── numbers without measure ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _numbers(model: type[BaseModel], *path: str) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _numbers(field.annotation, *path, name)
+        elif field.annotation in (int, float):
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("path", list(_numbers(config.Config)), ids=".".join)
+def test_a_number_that_is_accepted_can_be_used_in_a_bootstrap(path: tuple[str, ...]) -> None:
+    for number in (1e300, 10**30):
+        values: dict[str, Any] = {"fleet": {**FLEET}}
+        section = values
+        for name in path[:-1]:
+            section = section.setdefault(name, {})
+        section[path[-1]] = number
+        refused = ""
+        try:
+            settings = config.build(values, source="f")
+        except ConfigError as error:
+            refused = str(error)
+        assert refused.startswith(f"f: X if refused else render(settings)
 
 
 # ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────────
