@@ -118,6 +118,13 @@ def _secret(value: SecretStr) -> SecretStr:
     return SecretStr(text)
 
 
+def _header_name(value: str) -> str:
+    """In lower case, as Envoy writes them."""
+    if not re.fullmatch(r":?[A-Za-z0-9!#$%&'*+.^_`|~-]+", value):
+        raise ValueError("expected the name of a header, like x-api-key")
+    return value.lower()
+
+
 def _path(value: str) -> str:
     if not value.startswith("/") or "?" in value or "#" in value:
         raise ValueError("expected a path like /v1/completions, without a query")
@@ -137,6 +144,7 @@ CollectorUrl = Annotated[str, AfterValidator(_collector)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
 RoutePath = Annotated[str, AfterValidator(_path)]
 ProbePath = Annotated[str, AfterValidator(_probe_path)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 
 
@@ -334,7 +342,7 @@ class Admission(Section):
     """Requests that may wait; more get 429 with Retry-After."""
     max_wait_s: Seconds = 10.0
     """A request that has waited so long gets 503 with Retry-After."""
-    fair_by: str = "authorization"
+    fair_by: HeaderName = "authorization"
     """Clients with different values of this header take turns; those with the same one queue up."""
 
 

@@ -63,6 +63,7 @@ _KINDS_OF_TEXT: Final[Mapping[Any, str]] = {
     get_args(config.CollectorUrl)[1]: "URL",
     get_args(config.RoutePath)[1]: "path",
     get_args(config.ProbePath)[1]: "path",
+    get_args(config.HeaderName)[1]: "header",
     get_args(config.Secret)[1]: "secret",
 }
 _NAMES: Final[Mapping[Any, str]] = {

@@ -372,7 +372,7 @@ def test_a_number_that_is_accepted_can_be_used_in_a_bootstrap(path: tuple[str, .
             settings = config.build(values, source="f")
         except ConfigError as error:
             refused = str(error)
-        assert refused.startswith(f"f: X if refused else render(settings)
+        assert refused.startswith(f"f: {'.'.join(path)}: ") if refused else render(settings)
 
 
 # ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -604,6 +604,20 @@ def test_the_errors_of_a_watched_fleet_file() -> None:
 
 
 # ── what follows from it ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["X-Api-Key", "x-api-key"])
+def test_headers_are_compared_in_lower_case(name: str) -> None:
+    settings = config.build({"fleet": FLEET, "prefill": {"admission": {"fair_by": name}}})
+
+    assert settings.prefill.admission.fair_by == "x-api-key"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:", "ä", "a\n"])
+def test_what_is_no_header_is_refused(name: str) -> None:
+    assert _problems({"fleet": FLEET, "prefill": {"admission": {"fair_by": name}}}) == [
+        "prefill.admission.fair_by: expected the name of a header, like x-api-key"
+    ]
 
 
 def test_the_time_that_a_prefill_may_take_in_all() -> None:
