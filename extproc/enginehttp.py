@@ -25,7 +25,9 @@ FailureReason = Literal["connect", "timeout", "disconnected", "too_large"]
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
-_AT_ONCE_BYTES: Final = 256 * 1024  # larger bodies are sent piece by piece, so that they do not hold up the loop
+# Larger bodies are sent piece by piece, so that they do not hold up the loop. Each piece takes a turn in a thread, which
+# costs more than to write a few hundred KB at once.
+_AT_ONCE_BYTES: Final = 1024 * 1024
 _ADDED_BY_AIOHTTP: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
