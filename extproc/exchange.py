@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc import classify, destinations, openai, replies, requestbody
+from extproc import classify, destinations, openai, refusals, replies, requestbody
 from extproc.decision import decide
 from extproc.destinations import Destination
 from extproc.errors import RequestError
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 Send = Callable[[ext_proc.ProcessingResponse], Awaitable[None]]
 
 _TIMEOUT_MARGIN_S: Final = 10.0
-
-# Of a prefiller's refusal: what describes its connection or body framing must not reach the client.
-_NOT_ANSWERED: Final = frozenset(
-    "connection content-length date keep-alive proxy-connection server te trailer transfer-encoding upgrade "
-    "x-request-id".split()
-)
 
 
 class State(enum.Enum):
@@ -309,14 +303,11 @@ class Exchange:
 
     async def _answer_with(self, refusal: PrefillRefused) -> None:
         """Give the client the engine's own answer to a faulty request."""
-        answer = refusal.answer
-        kept = [(name, value) for name, value in answer.headers if name not in _NOT_ANSWERED]
-        headers = [(name, value.encode("latin-1", "replace")) for name, value in kept]
-        headers.append(self._id_for_client())
+        reply = refusals.answer(refusal.answer, self._id_for_client())
         self._account.decided("refused_by_engine")
-        self._account.status = answer.status
+        self._account.status = refusal.answer.status
         self._state = State.ANSWERED
-        await self._send(replies.immediate(answer.status, headers, answer.body, "extproc_refused_by_prefill_engine"))
+        await self._send(reply)
 
     def _refusal(self, error: RequestError) -> ext_proc.ProcessingResponse:
         """From here on the request is answered; the reply has to be sent."""

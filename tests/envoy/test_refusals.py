@@ -67,6 +67,28 @@ async def test_B32_its_headers_are_kept_but_for_its_connections(gateway: Gateway
     assert (record["decision"], record["outcome"]) == ("refused_by_engine", "rejected_by_us")
 
 
+NOT_ACCEPTED = {
+    "x-envoy": ("x-envoy-ratelimited", "true"),
+    "host": ("host", "engine"),
+    "named by connection": ("x-hop", "1"),
+    "control character": ("x-odd", "a\x01b"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ACCEPTED)
+async def test_B32_a_header_that_must_not_go_on_costs_no_other(gateway: Gateway, kind: str) -> None:
+    bad = NOT_ACCEPTED[kind]
+    headers = [bad, ("content-type", "application/json"), ("connection", "x-hop"), bad, ("retry-after", "3")]
+    for engine in gateway.prefillers:
+        engine.respond = lambda _: Answer(429, headers, VERDICT)
+    response = await gateway.post(headers={"x-request-id": "b32-odd"})
+    assert (response.status_code, response.content) == (429, VERDICT)
+    assert response.headers.get_list("content-type") == ["application/json"]
+    assert response.headers.get_list("x-request-id") == ["b32-odd"]
+    assert response.headers.get_list("retry-after") == ["3"]
+    assert bad[0] not in response.headers
+
+
 async def test_B32_a_compressed_verdict_stays_readable(gateway: Gateway) -> None:
     for engine in gateway.prefillers:
         engine.respond = verdict(400, ("content-encoding", "gzip"), body=gzip.compress(VERDICT))
