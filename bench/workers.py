@@ -2,7 +2,7 @@
 
 ``python -m bench.workers`` loads an Envoy with one worker behind it and one with two, in turn. A worker that needs
 ``c`` CPU seconds for its share of ``n`` requests could serve ``n / c`` a second on a core of its own; the slower one
-limits both.
+limits both. Each worker gets the same concurrency, as it does where workers are added for more load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import psutil
 from bench.contenders import Contender, contender, engines
 from bench.run import Workload, measure
 
-_WORKLOAD = Workload("unary 5 KB", 5 * 1024, 16, seconds=3.0)
+_CONCURRENCY = 16
 
 
 def workers_cpu(target: Contender) -> dict[int, float]:
@@ -33,12 +32,15 @@ def workers_cpu(target: Contender) -> dict[int, float]:
     return found
 
 
-async def _round(target: Contender) -> float:
-    """Requests a second that the workers could serve together, each on a core of its own."""
+async def _round(target: Contender) -> tuple[float, float]:
+    """Requests a second that the workers could serve together, each on a core of its own; the busiest one's share of
+    their CPU."""
     before = workers_cpu(target)
-    samples, _ = await measure(target, _WORKLOAD)
+    workload = Workload("unary 5 KB", 5 * 1024, _CONCURRENCY * len(before), seconds=3.0)
+    samples, _ = await measure(target, workload)
     after = workers_cpu(target)
-    return len(samples["total"]) / max(after[pid] - before[pid] for pid in before)
+    used = [after[pid] - before[pid] for pid in before]
+    return len(samples["total"]) / max(used), max(used) / sum(used)
 
 
 async def bench(rounds: int) -> None:
@@ -54,10 +56,12 @@ async def bench(rounds: int) -> None:
             for target in targets:
                 await _round(target)  # warm-up
             rates = [[await _round(target) for target in targets] for _ in range(rounds)]
-    one, two = (statistics.median(rate[index] for rate in rates) for index in (0, 1))
-    ratios = [with_two / with_one for with_one, with_two in rates]
+    one, two = (statistics.median(rate[index][0] for rate in rates) for index in (0, 1))
+    ratios = [with_two / with_one for (with_one, _), (with_two, _) in rates]
+    share = statistics.median(with_two[1] for _, with_two in rates)
     print(f"requests per CPU second of the busiest worker: {one:.0f} with one, {two:.0f} with two workers")
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})", file=sys.stdout)
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})")
+    print(f"the busier of two has {share:.0%} of their CPU")
 
 
 def main() -> None:
