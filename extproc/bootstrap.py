@@ -16,6 +16,7 @@ import yaml
 from extproc.bootstrap_clusters import DECODE, SERVICE, address, decode_cluster, room, service_cluster
 from extproc.bootstrap_comments import COMMENTS, HEADER, annotate
 from extproc.config import Config, split_listen
+from extproc.connectors.base import MAX_PARAMS_BYTES
 from extproc.replies import LB_NAMESPACE, OWN_NAMESPACE
 
 with warnings.catch_warnings():
@@ -51,7 +52,7 @@ CLIENT_HEADERS_REMOVED = (
 )
 CLIENT_PREFIXES_REMOVED = ("x-extproc-", "x-envoy-")
 
-HANDOFF_BYTES = 960 * 1024
+HANDOFF_BYTES = MAX_PARAMS_BYTES + 1024
 """What the service may add to the largest body. Less than the 1 MiB by which its gRPC messages may exceed that body."""
 
 _TIMEOUT_MARGIN_S = 15.0

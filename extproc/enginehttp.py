@@ -24,9 +24,11 @@ from yarl import URL
 FailureReason = Literal["connect", "timeout", "disconnected", "too_large"]
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_REFUSAL_BYTES = 512 * 1024
+"""Of a 4xx, which becomes a message to Envoy: it must fit there, beside its headers."""
 
-# Larger bodies are sent piece by piece, so that they do not hold up the loop. Each piece takes a turn in a thread, which
-# costs more than to write a few hundred KB at once.
+# Larger bodies are sent piece by piece, so that they do not hold up the loop. Each piece takes a turn in a thread,
+# which costs more than to write a few hundred KB at once.
 _AT_ONCE_BYTES: Final = 1024 * 1024
 _ADDED_BY_AIOHTTP: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -47,6 +49,8 @@ class EngineAnswer:
     status: int
     headers: Sequence[tuple[str, str]]
     body: bytes
+    cut_off: bool = False
+    """A refusal whose body exceeds MAX_REFUSAL_BYTES: nothing of it is kept."""
 
     def header(self, name: str) -> str | None:
         return next((value for key, value in self.headers if key == name), None)
@@ -95,8 +99,9 @@ class EngineClient:
     ) -> EngineAnswer:
         """POST and read the whole answer, whatever its status. Cancelling closes the connection.
 
-        Headers and the query are sent as given. A kept-alive connection that turns out to be closed is replaced once,
-        with the same request: the engine has not seen it. Raises EngineUnavailable.
+        Of a 4xx with a large body the head alone is read. Headers and the query are sent as given. A kept-alive
+        connection that turns out to be closed is replaced once, with the same request: the engine has not seen it.
+        Raises EngineUnavailable.
         """
         call = call or Call()
         try:
@@ -133,16 +138,21 @@ class EngineClient:
             trace_request_ctx=call,
         )
         call.answering_since = time.monotonic()
+        refused, cut_off = 400 <= response.status < 500, False
         try:
             answer = bytearray()
             async for chunk in response.content.iter_any():
                 answer += chunk
+                if refused and len(answer) > MAX_REFUSAL_BYTES:
+                    cut_off = True
+                    answer.clear()
+                    break
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise EngineUnavailable("too_large", f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
         finally:
             response.close()  # gives a connection whose answer has been read to the pool, drops any other
         pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
-        return EngineAnswer(response.status, pairs, bytes(answer))
+        return EngineAnswer(response.status, pairs, bytes(answer), cut_off)
 
 
 def _session(**pool: Any) -> aiohttp.ClientSession:

@@ -303,6 +303,9 @@ class Exchange:
 
     async def _answer_with(self, refusal: PrefillRefused) -> None:
         """Give the client the engine's own answer to a faulty request."""
+        if refusal.answer.cut_off:
+            text = f"A prefill engine answered {refusal.answer.status}, with more to say than can be passed on."
+            raise RequestError(400, "refusal_too_large", text)
         reply = refusals.answer(refusal.answer, self._id_for_client())
         self._account.decided("refused_by_engine")
         self._account.status = refusal.answer.status

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 MAX_PORT: Final = 65535
+MAX_PARAMS_BYTES: Final = 959 * 1024
+"""Of a handoff: more than a prompt of a million tokens needs. The largest body with these must fit into a message."""
 
 
 class UnusableHandoff(Exception):
@@ -103,6 +105,8 @@ class Connector(ABC):
             raise UnusableHandoff("not_json") from None
         if raw is None or raw == b"null":
             raise UnusableHandoff("no_params")
+        if len(raw) > MAX_PARAMS_BYTES:
+            raise UnusableHandoff("params_too_large")
         try:
             params = JsonObject(raw)
             values: dict[str, Any] = msgspec.json.decode(raw)

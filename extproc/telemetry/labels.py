@@ -32,10 +32,11 @@ ERROR_CODES: Final = (
     *("body_too_large", "headers_too_large", "json_too_deep", "json_too_large", "body_timeout", "exchange_timeout"),
     *("unsupported_content_encoding", "unsupported_charset", "connector_params_not_accepted"),
     *("overloaded", "queue_full", "queue_timeout", "decoders_busy", "no_decoder"),
-    *("prefill_timeout", "prefill_unavailable", "unsupported_processing_mode", "internal"),
+    *("refusal_too_large", "prefill_timeout", "prefill_unavailable"),
+    *("unsupported_processing_mode", "internal"),
 )
 UNUSABLE_HANDOFFS: Final = (
-    *("not_json", "no_params", "bad_params", "not_remote"),
+    *("not_json", "no_params", "bad_params", "params_too_large", "not_remote"),
     *(
         f"{fault}_{key}"
         for key in ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")

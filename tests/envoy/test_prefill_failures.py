@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from extproc.connectors.base import MAX_PARAMS_BYTES
 from tests.support.answers import after, breaks_off, closes, json_answer
 from tests.support.engines import (
     BROKEN_JSON,
@@ -87,6 +88,12 @@ def lacks(key: str) -> Respond:
     return respond
 
 
+def with_params(**more: Any) -> Respond:
+    return lambda request: Answer.json(
+        {"kv_transfer_params": prefill_params(request.header("x-request-id") or "") | more}
+    )
+
+
 UNUSABLE: dict[str, tuple[Respond, str]] = {
     "503": (lambda _: Answer.json({"error": "busy"}, status=503), "status_5xx"),
     "500": (lambda _: Answer(500), "status_5xx"),
@@ -99,6 +106,7 @@ UNUSABLE: dict[str, tuple[Respond, str]] = {
     "answer is a list": (json_answer(b"[]"), "unusable_not_json"),
     "broken json": (lambda _: BROKEN_JSON, "unusable_not_json"),
     "event stream": (lambda _: Answer.stream({"kv_transfer_params": {"a": 1}}), "unusable_not_json"),
+    "too large": (with_params(padding="x" * MAX_PARAMS_BYTES), "unusable_params_too_large"),
     "no blocks": (lacks("remote_block_ids"), "unusable_missing_remote_block_ids"),
     "not remote": (json_answer(b'{"kv_transfer_params": {"do_remote_prefill": false}}'), "unusable_not_remote"),
 }

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from extproc.enginehttp import MAX_REFUSAL_BYTES
 from tests.support.engines import Answer, Respond, prefill_params
 from tests.support.gateway import CHAT_BODY, Gateway, within
 
@@ -111,6 +112,25 @@ async def test_B32_a_verdict_without_a_body(gateway: Gateway) -> None:
     response = await gateway.post()
     assert (response.status_code, response.content) == (401, b"")
     assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_B32_a_verdict_of_any_size_is_answered(falling_back: Gateway) -> None:
+    """An engine may repeat a large body in what it says of it. More than fits into a gRPC message is no exception."""
+    whole = b"x" * MAX_REFUSAL_BYTES
+    for engine in falling_back.prefillers:
+        engine.respond = verdict(422, body=whole)
+    response = await falling_back.post()
+    assert (response.status_code, response.content) == (422, whole)
+    for engine in falling_back.prefillers:
+        engine.respond = verdict(422, ("retry-after", "3"), body=b"x" * 41_000_000)
+    response = await falling_back.post(headers={"x-request-id": "b32-large"})
+    message = "A prefill engine answered 422, with more to say than can be passed on."
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "refusal_too_large"}
+    assert (response.status_code, response.json()) == (400, {"error": error})
+    assert response.headers["x-request-id"] == "b32-large"
+    # The client's fault all the same: no second prefiller, no fallback, no decode.
+    assert len(falling_back.prefills) == 2
+    assert falling_back.decodes == []
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from extproc import sidechannel
 from extproc.connectors import UnusableHandoff, connector, known
-from extproc.connectors.base import Connector, Handoff, ReleaseResult
+from extproc.connectors.base import MAX_PARAMS_BYTES, Connector, Handoff, ReleaseResult
 from extproc.connectors.mooncake_ascend import rank_endpoints
 from extproc.enginehttp import EngineAnswer
 from extproc.fleet.engines import Engine, Spec
@@ -132,6 +132,15 @@ def test_a_handoff_is_good_for_the_engines_lease() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_without_usable_params(name: str, answer: bytes, reason: str) -> None:
     assert _unusable(answer, name) == reason
+
+
+def test_params_beyond_all_measure_are_unusable() -> None:
+    room = MAX_PARAMS_BYTES - len(json.dumps({**NIXL, "later": ""}))
+    largest = {**NIXL, "later": "x" * room}
+
+    assert len(_handoff(largest).params) == MAX_PARAMS_BYTES
+    answer = json.dumps({"kv_transfer_params": {**largest, "later": "x" * (room + 1)}}).encode()
+    assert _unusable(answer) == "params_too_large"
 
 
 @pytest.mark.parametrize("key", ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_port"])

@@ -271,6 +271,19 @@ async def test_an_answer_beyond_all_measure_is_given_up(monkeypatch: pytest.Monk
         await engine.wait_until(lambda: engine.open_connections == 0)
 
 
+@pytest.mark.parametrize("status", [400, 499])
+async def test_of_a_large_refusal_only_the_head_is_kept(status: int) -> None:
+    answers = [b"x" * enginehttp.MAX_REFUSAL_BYTES, b"x" * 5_000_000]
+
+    async with StubEngine(respond=lambda _: Answer(status, body=answers.pop(0))) as engine, _client() as client:
+        whole = await client.post(engine.url, b"{}", [], timeout_s=10)
+        assert (whole.status, len(whole.body), whole.cut_off) == (status, enginehttp.MAX_REFUSAL_BYTES, False)
+        head = await client.post(engine.url, b"{}", [], timeout_s=10)
+        assert (head.status, head.body, head.cut_off) == (status, b"", True)
+        assert head.header("content-length") == "5000000"
+        await engine.wait_until(lambda: engine.open_connections == 0)
+
+
 # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
