@@ -14,7 +14,7 @@ import dns.resolver
 from dns.nameserver import Do53Nameserver
 from pydantic import ValidationError
 
-from extproc import config, configtext
+from extproc import config, configtext, daemonthread
 from extproc.connectors import connector
 from extproc.errors import ConfigError
 from extproc.fleet.engines import Spec, specs
@@ -22,6 +22,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.telemetry.logs import log
 
 _FILE_POLL_S: Final = 0.3
+_FILE_PATIENCE_S: Final = 5.0
 _MIN_TTL_S: Final = 1.0
 _MAX_TTL_S: Final = 300.0
 _LIFETIME_S: Final = 3.0
@@ -53,12 +54,18 @@ class FileSource:
 
     async def run(self) -> None:
         while True:
-            self._take_over(await asyncio.to_thread(self._look))  # a large file takes its time to parse
+            looking = daemonthread.start(self._look, "fleet file")  # a large file takes its time to parse
+            if not (await asyncio.wait({looking}, timeout=_FILE_PATIENCE_S))[0]:
+                self._complain("cannot be read: no answer from its file system")
+            self._take_over(await looking)
             await asyncio.sleep(_FILE_POLL_S)
 
     def _look(self) -> config.EngineLists | None:
         """What the file lists, if that is news and in order."""
         try:
+            if not self._path.is_file() and self._path.exists():  # a pipe would block, a device never end
+                self._complain("cannot be read: not a regular file")
+                return None
             text = self._path.read_bytes()
         except OSError as error:
             self._complain(f"cannot be read: {error.strerror}")

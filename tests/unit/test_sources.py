@@ -18,6 +18,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.sources import DnsSource, FileSource
 from tests.support.dns_server import DnsServer
 from tests.support.fleet import fleet_of, named, names, spec
+from tests.support.hangingfile import hanging
 
 
 async def until(condition: Callable[[], bool], within_s: float = 5.0) -> float:
@@ -177,6 +178,32 @@ def test_a_file_that_is_away_for_a_while(watched: Watched) -> None:
     watched.path.write_text(lists(1))
     watched.read()
     assert watched.source.problem is None
+
+
+def test_a_pipe_is_not_waited_for(watched: Watched) -> None:
+    os.mkfifo(watched.path)
+    watched.read()
+    assert watched.source.problem == "cannot be read: not a regular file"
+    watched.path.unlink()
+    watched.path.write_text(lists(1))
+    watched.read()
+    assert (watched.decoders, watched.source.problem) == (["decode-1"], None)
+
+
+async def test_a_file_that_hangs_is_told_and_taken_over_once_it_does_not(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.fleet.sources._FILE_PATIENCE_S", 0.05)
+    watched.path.write_text(lists(1))
+    async with contextlib.AsyncExitStack() as held:
+        hangs = await held.enter_async_context(hanging(watched.path))
+        async with running(watched.source.run()):
+            await hangs.wait()
+            await until(lambda: watched.source.problem == "cannot be read: no answer from its file system")
+            assert watched.decoders == []
+            await held.aclose()
+            await until(lambda: watched.decoders == ["decode-1"])
+            assert watched.source.problem is None
 
 
 def test_secrets_of_a_bad_file_are_not_told(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
