@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from extproc import __version__
-from extproc.config import split_listen
+from extproc.configtypes import split_listen
 from extproc.errors import ConfigError
 from extproc.fleet.engines import ROLES, Engine
 from extproc.picking import STALE_S

@@ -15,7 +15,8 @@ import yaml
 
 from extproc.bootstrap_clusters import DECODE, SERVICE, address, decode_cluster, room, service_cluster
 from extproc.bootstrap_comments import COMMENTS, HEADER, annotate
-from extproc.config import Config, split_listen
+from extproc.config import Config
+from extproc.configtypes import split_listen
 from extproc.connectors.base import MAX_PARAMS_BYTES
 from extproc.replies import LB_NAMESPACE, OWN_NAMESPACE
 

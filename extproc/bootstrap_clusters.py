@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import betterproto2
 
-from extproc.config import Config, split_listen
+from extproc.config import Config
+from extproc.configtypes import split_listen
 from extproc.errors import ConfigError
 from extproc.replies import DESTINATION, LB_NAMESPACE
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import grpc
 import msgspec
 
-from extproc.config import split_listen
+from extproc.configtypes import split_listen
 from extproc.errors import ConfigError, ExtprocError
 from extproc.pb.envoy.config.core.v3 import base_pb2
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from extproc import config
+from extproc import configtypes
 from extproc.config import ENV_NESTING, ENV_PREFIX, Config
 from extproc.telemetry.metrics import Metrics
 
@@ -54,17 +54,17 @@ What a request's time is made of, as histograms:
 | the whole request | `extproc_request_seconds` | Envoy (access log) |
 """
 
-# What a text is that config.py checks by a function of its own.
+# What a text is that configtypes.py checks by a function of its own.
 _KINDS_OF_TEXT: Final[Mapping[Any, str]] = {
-    get_args(config.Listen)[1]: "`host:port`",
-    get_args(config.Peer)[1]: "`host:port`",
-    get_args(config.DnsServer)[1]: "`address:port`",
-    get_args(config.EngineUrl)[1]: "URL",
-    get_args(config.CollectorUrl)[1]: "URL",
-    get_args(config.RoutePath)[1]: "path",
-    get_args(config.ProbePath)[1]: "path",
-    get_args(config.HeaderName)[1]: "header",
-    get_args(config.Secret)[1]: "secret",
+    get_args(configtypes.Listen)[1]: "`host:port`",
+    get_args(configtypes.Peer)[1]: "`host:port`",
+    get_args(configtypes.DnsServer)[1]: "`address:port`",
+    get_args(configtypes.EngineUrl)[1]: "URL",
+    get_args(configtypes.CollectorUrl)[1]: "URL",
+    get_args(configtypes.RoutePath)[1]: "path",
+    get_args(configtypes.ProbePath)[1]: "path",
+    get_args(configtypes.HeaderName)[1]: "header",
+    get_args(configtypes.Secret)[1]: "secret",
 }
 _NAMES: Final[Mapping[Any, str]] = {
     str: "text",

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from extproc.config import Config, split_listen
+from extproc.config import Config
+from extproc.configtypes import split_listen
 from extproc.errors import ConfigError
 from extproc.telemetry import logs
 from extproc.telemetry.logs import log

@@ -15,6 +15,7 @@ from dns.nameserver import Do53Nameserver
 from pydantic import ValidationError
 
 from extproc import config, configtext, daemonthread
+from extproc.configtypes import split_listen
 from extproc.connectors import connector
 from extproc.errors import ConfigError
 from extproc.fleet.engines import Spec, specs
@@ -216,7 +217,7 @@ def _is_none(error: BaseException) -> bool:
 
 def resolver(servers: Iterable[str]) -> dns.asyncresolver.Resolver:
     """A resolver for ``host:port`` servers, or for the system's own, with its search domains."""
-    listed = [config.split_listen(server) for server in servers]
+    listed = [split_listen(server) for server in servers]
     if listed:
         made = dns.asyncresolver.Resolver(configure=False)
         made.nameservers = [Do53Nameserver(host, port) for host, port in listed]

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from extproc.bootstrap import render
-from extproc.config import Config, load, split_listen
+from extproc.config import Config, load
+from extproc.configtypes import split_listen
 from tests.support.compose import ROOT, compose_config, dockerfile, exec_form
 
 PROFILES = ("gpu", "sim")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from extproc import config
 from extproc.bootstrap import render
 from extproc.configtext import parse_yaml
+from extproc.configtypes import split_listen
 from extproc.errors import ConfigError
 
 FLEET = {"decode": [{"url": "http://d:1"}]}
@@ -247,7 +248,7 @@ def test_bad_engine_urls_are_refused_with_an_example(url: str) -> None:
     ],
 )
 def test_listen_addresses(text: str, parts: tuple[str, int]) -> None:
-    assert config.split_listen(text) == parts
+    assert split_listen(text) == parts
     assert config.build({"fleet": FLEET, "grpc": {"listen": text}}).grpc.listen == text
 
 
