@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
-import httpx
+import aiohttp
 import msgspec
 
 from extproc.fleet.engines import Engine, Report
@@ -33,10 +33,11 @@ class Monitor:
 
     async def run(self) -> None:
         """Follow the fleet for ever."""
-        timeout = httpx.Timeout(self._settings.health.timeout_s)
         # A connection of its own for each: a kept one says nothing of whether an engine still accepts any.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=True) as client:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=self._settings.health.timeout_s)
+        jar = aiohttp.DummyCookieJar()
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar) as client:
             try:
                 while True:
                     self._changed.clear()
@@ -45,7 +46,7 @@ class Monitor:
             finally:
                 await self._stop(list(self._tasks))
 
-    def _follow(self, client: httpx.AsyncClient) -> None:
+    def _follow(self, client: aiohttp.ClientSession) -> None:
         engines = self._fleet.engines()
         for engine in engines:
             if engine not in self._tasks:
@@ -59,7 +60,7 @@ class Monitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, client: httpx.AsyncClient, engine: Engine) -> None:
+    async def _watch(self, client: aiohttp.ClientSession, engine: Engine) -> None:
         """Probes, load and models, each at its own pace: a slow page holds up nothing but itself."""
         settings = self._settings
 
@@ -84,16 +85,16 @@ class Monitor:
                 group.create_task(_again_and_again(scrape, engine))
             group.create_task(_again_and_again(read_models, engine))
 
-    async def _probe(self, client: httpx.AsyncClient, engine: Engine) -> None:
+    async def _probe(self, client: aiohttp.ClientSession, engine: Engine) -> None:
         """Only an engine that does not answer, or answers 5xx, is unhealthy: not every server has a /health."""
         problem = ""
         try:
-            async with asyncio.timeout(self._settings.health.timeout_s):  # httpx's own bounds one read, not the answer
-                response = await client.get(engine.url + self._settings.health.path)
-            if response.status_code >= 500:
-                problem = f"health {response.status_code}"
-        except (httpx.HTTPError, TimeoutError) as error:
-            problem = type(error).__name__
+            async with client.get(engine.url + self._settings.health.path, allow_redirects=False) as response:
+                await response.read()
+            if response.status >= 500:
+                problem = f"health {response.status}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = _in_a_word(error)
         health = engine.health
         before = health.probed_ok
         if health.probed(problem, self._settings.health.unhealthy_after):
@@ -102,7 +103,7 @@ class Monitor:
                 log.warning(event, engine=engine.name, role=engine.role, reason=problem or None)
             self._fleet.changed()
 
-    async def _scrape(self, client: httpx.AsyncClient, engine: Engine) -> None:
+    async def _scrape(self, client: aiohttp.ClientSession, engine: Engine) -> None:
         ours_before = engine.inflight
         text = await self._get(client, engine, "/metrics")
         if text is None:
@@ -120,7 +121,7 @@ class Monitor:
             at=time.monotonic(),
         )
 
-    async def _read_models(self, client: httpx.AsyncClient, engine: Engine) -> bool:
+    async def _read_models(self, client: aiohttp.ClientSession, engine: Engine) -> bool:
         text = await self._get(client, engine, "/v1/models")
         if text is None:
             return False
@@ -133,14 +134,20 @@ class Monitor:
             self._fleet.changed()
         return bool(names)
 
-    async def _get(self, client: httpx.AsyncClient, engine: Engine, path: str) -> str | None:
+    async def _get(self, client: aiohttp.ClientSession, engine: Engine, path: str) -> str | None:
         headers = {"authorization": f"Bearer {engine.api_key}"} if engine.api_key else {}
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
-            async with asyncio.timeout(self._settings.health.timeout_s):
-                response = await client.get(engine.url + path, headers=headers)
-            if response.status_code == 200 and len(response.content) <= _MAX_BYTES:
-                return response.text
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with client.get(engine.url + path, headers=headers, allow_redirects=False) as response:
+                content = await response.read()
+            if response.status == 200 and len(content) <= _MAX_BYTES:
+                return content.decode("utf-8", "replace")
         return None
+
+
+def _in_a_word(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "TimeoutError"
+    return "ConnectError" if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
 
 
 async def _again_and_again(work: Callable[[], Awaitable[float]], engine: Engine) -> None:
