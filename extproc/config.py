@@ -400,6 +400,7 @@ class Config(BaseSettings):
         frozen=True,
         env_prefix=ENV_PREFIX,
         env_nested_delimiter=ENV_NESTING,
+        env_ignore_empty=True,  # EXTPROC_FLEET__API_KEY= is how compose files and charts write "none"
         env_parse_none_str="null",
         nested_model_default_partial_update=True,
     )

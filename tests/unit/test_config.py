@@ -419,6 +419,14 @@ def test_the_environment_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fleet.api_key.get_secret_value() == "123"
 
 
+@pytest.mark.parametrize("name", ["EXTPROC_FLEET__API_KEY", "EXTPROC_LOG__FORMAT", "EXTPROC_FLEET"])
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "")
+    settings = config.build({"fleet": {**FLEET, "api_key": "file"}, "log": {"format": "json"}})
+    assert settings.fleet.api_key is not None
+    assert (settings.fleet.api_key.get_secret_value(), settings.log.format) == ("file", "json")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc import config
+from extproc.errors import ConfigError
 from extproc.ticket import MAX_CHARS, VERSION, Ticket, TicketError, TicketSigner, signer
 
 # A slow machine is no failure.
@@ -234,8 +235,9 @@ def test_a_configured_key_counts_alone() -> None:
     assert two.open(one.seal(_ticket()), now=NOW) == _ticket()
 
 
-def test_an_empty_key_is_no_key() -> None:
+def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unset variable must not lead to a key that everybody knows."""
-    sealed = TicketSigner(b"").seal(_ticket())
-
-    assert _reason(sealed, _configured(release={"ticket_key": ""}, fleet={"api_key": "sk-1"})) == "forged"
+    with pytest.raises(ConfigError, match="release.ticket_key: must not be empty"):
+        _configured(release={"ticket_key": ""})
+    monkeypatch.setenv("EXTPROC_RELEASE__TICKET_KEY", "")
+    assert _reason(TicketSigner(b"").seal(_ticket()), _configured(fleet={"api_key": "sk-1"})) == "forged"
