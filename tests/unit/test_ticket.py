@@ -237,7 +237,7 @@ def test_a_configured_key_counts_alone() -> None:
 
 def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unset variable must not lead to a key that everybody knows."""
-    with pytest.raises(ConfigError, match="release.ticket_key: must not be empty"):
+    with pytest.raises(ConfigError, match=r"release\.ticket_key: must not be empty"):
         _configured(release={"ticket_key": ""})
     monkeypatch.setenv("EXTPROC_RELEASE__TICKET_KEY", "")
     assert _reason(TicketSigner(b"").seal(_ticket()), _configured(fleet={"api_key": "sk-1"})) == "forged"
