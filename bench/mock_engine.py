@@ -87,7 +87,7 @@ class Engine(asyncio.Protocol):
                 self._timer = loop.call_later(delay, self._answer_prefill)
             else:
                 self._answer_prefill()
-        elif self._url.startswith(b"/v1/chat") or self._url.startswith(b"/v1/completions"):
+        elif self._url in (b"/v1/chat/completions", b"/v1/completions"):
             if b'"stream":true' in body or b'"stream": true' in body:
                 tokens = int(match[1]) if (match := _MAX_TOKENS.search(body)) else 16
                 head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -98,7 +98,7 @@ class Engine(asyncio.Protocol):
                 )
         elif self._url == b"/v1/models":
             self._answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
-        else:  # health, metrics, and what routers ask for
+        else:  # health, metrics, and what routers ask for: vllm-router has each chat prompt rendered first
             self._answer({"status": "ok", "version": "0.32.0"})
 
     def _answer_prefill(self) -> None:
