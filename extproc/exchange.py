@@ -85,6 +85,9 @@ class Exchange:
         self._prefilled: Prefilled | None = None
         self._fallback = False
         self._closed = False
+        self.answering = False
+        """Whether a message is being answered right now: a handler that is cancelled while it writes aborts its stream,
+        and the client's response with it."""
 
     @property
     def answered(self) -> bool:
@@ -93,7 +96,14 @@ class Exchange:
 
     def needs_us_no_more(self, late: bool) -> bool:
         """Whether Envoy can go on alone: all its messages are answered (or, ``late``, all that steer the request)."""
+        if self.answering:
+            return False
         return self._state is State.RESPONDING or (late and self._state is State.DISPATCHED)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the request has not been sent on its way: its body or its prefill is still to come."""
+        return self._state in (State.HEADERS, State.BODY)
 
     def on(self, message: ext_proc.ProcessingRequest) -> Coroutine[Any, Any, None]:
         """Answer one message, once awaited; the message can be let go of before.

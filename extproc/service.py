@@ -73,13 +73,14 @@ class Service:
         """
         self._letting_go = True
         margin_s = min(_LET_GO_MARGIN_S, (deadline - time.monotonic()) / 2)
-        late = False
+        told = set[Exchange]()
         while self._open and (remaining := deadline - time.monotonic()) > 0:
-            if not late:
-                late = remaining <= margin_s
-                for exchange, task in list(self._open.items()):
-                    if late or exchange.needs_us_no_more(late):
-                        task.cancel()
+            late = remaining <= margin_s
+            for exchange, task in list(self._open.items()):
+                done = exchange.needs_us_no_more(late) or (late and exchange.undecided)
+                if done and exchange not in told:
+                    told.add(exchange)
+                    task.cancel()
             self._closed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), min(0.1, remaining))
@@ -138,9 +139,11 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
         self._service.endings.connections.opened(connection)
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
+                exchange.answering = True
                 answering = exchange.on(message)
                 del message  # its bytes would be held as long as the answer takes
                 await answering
+                exchange.answering = False
         except asyncio.CancelledError:
             if not self._service.was_let_go(exchange):
                 raise

@@ -60,7 +60,8 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._versions = itertools.count(1)
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._closing = False
+        self._streams: set[asyncio.Event] = set()  # what wakes each
         self._seen_any = False
 
     async def StreamEndpoints(  # noqa: N802 (gRPC's name)
@@ -69,16 +70,14 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """One Envoy's subscription: answered at once, then on every change, until it leaves or we drain."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._streams.add(task)
         changed = asyncio.Event()
+        self._streams.add(changed)
         self._fleet.on_change(changed.set)
         subscription = _Subscription()
         reader = asyncio.create_task(self._read(request_iterator, subscription, changed), name="eds requests")
         sent: bytes | None = None
         try:
-            while not reader.done():
+            while not reader.done() and not self._closing:
                 waiting = asyncio.create_task(changed.wait())
                 await asyncio.wait({waiting, reader}, return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
@@ -92,11 +91,8 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
                     sent = content
                     subscription.nonce = response.nonce = response.version_info = str(next(self._versions))
                     await context.write(response)
-        except asyncio.CancelledError:
-            if context.cancelled():
-                raise
         finally:
-            self._streams.discard(task)
+            self._streams.discard(changed)
             self._fleet.remove_listener(changed.set)
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
@@ -133,9 +129,13 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
         return discovery_pb2.DiscoveryResponse(resources=resources, type_url=TYPE_URL)
 
     def close(self) -> None:
-        """End all subscriptions; Envoy keeps what it knows and subscribes elsewhere."""
-        for task in list(self._streams):
-            task.cancel()
+        """End all subscriptions; Envoy keeps what it knows and subscribes elsewhere.
+
+        Not by cancelling them: one that is just writing would be aborted, and not end.
+        """
+        self._closing = True
+        for changed in self._streams:
+            changed.set()
 
 
 class _Subscription:
