@@ -69,7 +69,11 @@ def _dns_server(value: str) -> str:
 
 
 def _collector(value: str) -> str:
-    return _engine_url(value) if "://" in value else _peer(value)
+    if "://" in value:
+        return _engine_url(value)
+    if split_listen(_peer(value))[1] == 0:
+        raise ValueError("expected the port that the collector listens on, not 0")
+    return value
 
 
 def _engine_url(value: str) -> str:

@@ -315,7 +315,9 @@ def test_addresses_of_a_trace_collector(text: str, kept: str) -> None:
     assert config.build({"fleet": FLEET, "tracing": {"endpoint": text}}).tracing.endpoint == kept
 
 
-@pytest.mark.parametrize("text", ["", "http://[::1", "collector", "http://", "ftp://c:1", "http://c:4317/v1/traces"])
+@pytest.mark.parametrize(
+    "text", ["h:0", "", "http://[::1", "collector", "http://", "ftp://c:1", "http://c:4317/v1/traces"]
+)
 def test_bad_addresses_of_a_trace_collector_are_refused_by_name(text: str) -> None:
     [problem] = _problems({"fleet": FLEET, "tracing": {"endpoint": text}})
 
