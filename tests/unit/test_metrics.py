@@ -32,8 +32,11 @@ from extproc.telemetry.metrics import Metrics
 from tests.support.fleet import fleet_of, named, spec
 from tests.support.gateway import until
 
-SOURCES = sorted(Path(extproc.__file__).parent.rglob("*.py"))
-SERVICE_SOURCES = [file for file in SOURCES if not {"sim", "pb", "check", "demo", "vllm_plugin"} & set(file.parts)]
+PACKAGE = Path(extproc.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+# By the path inside the package: a checkout may lie under a folder named check or demo.
+NOT_THE_SERVICE = {"sim", "pb", "check", "demo", "vllm_plugin"}
+SERVICE_SOURCES = [file for file in SOURCES if not NOT_THE_SERVICE & set(file.relative_to(PACKAGE).parts)]
 
 
 def seconds(value: float) -> Duration:
