@@ -121,6 +121,18 @@ class EngineClient:
         except aiohttp.ClientError as error:
             raise EngineUnavailable("disconnected", str(error) or type(error).__name__) from error
 
+    async def answers(self, url: str, *, timeout_s: float) -> bool:
+        """Whether the server answers a GET within that time, whatever it says."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                # Of its own: a kept connection may turn out to be closed.
+                async with self._fresh.get(
+                    _url(url), allow_redirects=False, timeout=self._timeout, trace_request_ctx=Call()
+                ):
+                    return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def _send(
         self,
         session: aiohttp.ClientSession,

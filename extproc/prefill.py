@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _NEARLY_DONE_S: Final = (0.5, 2.0)
 _NEARLY_DONE_TIMES: Final = 3.0
 _NEWEST_WEIGHT: Final = 0.2
+# After an engine's sign of life, an answer gets as long again as the sign took, and this at least.
+_LEAST_AFTER_SIGN_S: Final = 0.02
 
 Header = tuple[str, bytes]
 
@@ -110,6 +112,7 @@ class Prefiller:
         tracing: Tracing,
     ) -> None:
         self._settings = config.prefill
+        self._health_path = config.fleet.health.path
         self._max_finishing = config.release.max_finishing
         self._fleet = fleet
         self._admission = Admission(config.prefill.admission, fleet, metrics)
@@ -200,9 +203,7 @@ class Prefiller:
                 span.fail(result)
             span.end()
             if result == "ok":
-                usual = self._usual_s.get(reservation.engine.url, 0.0)
-                newest = time.monotonic() - started
-                self._usual_s[reservation.engine.url] = usual + _NEWEST_WEIGHT * (newest - usual)
+                self._learn(reservation.engine, time.monotonic() - started)
             self._judge(reservation, result)
             self._metrics.prefill_attempts.labels(result).inc()
             self._metrics.prefill_seconds.labels(result).observe(time.monotonic() - started)
@@ -261,14 +262,18 @@ class Prefiller:
 
         An engine frees an unfinished prefill when its client leaves. One that finishes before it has noticed keeps the
         blocks pinned, under an id that only the answer tells. So a call is closed only where its answer is not near:
-        a short prefill gets the time to finish, and an answer that is coming in is read to its end.
+        a short prefill gets the time to finish, so does one whose engine is behind with its sockets, and an answer that
+        is coming in is read to its end.
         """
         way = engine.connector.cancel if self._settings.cancel == "auto" else self._settings.cancel
         try:
             if call.sent and self._finishing < self._max_finishing:
                 self._finishing += 1
                 try:
-                    await asyncio.wait({attempt}, timeout=None if way == "finish" else self._nearly_done_s(engine))
+                    if way == "finish":
+                        await asyncio.wait({attempt})
+                    else:
+                        await self._wait_while_near(attempt, engine)
                 finally:
                     self._finishing -= 1
             if call.answering_since is None:
@@ -282,11 +287,33 @@ class Prefiller:
         finally:
             attempt.cancel()
         if isinstance(outcome, Prefilled):
+            self._learn(engine, outcome.seconds)
             self._on_orphan(outcome.handoff)
 
-    def _nearly_done_s(self, engine: Engine) -> float:
+    async def _wait_while_near(self, attempt: asyncio.Task[Prefilled | str], engine: Engine) -> None:
+        """Until the attempt has ended, or its answer is not near.
+
+        A server that does not get to its sockets has not seen the engine's answer either, and would not see that we
+        leave. So it is asked for a sign of life first, and what it has finished by then may follow.
+        """
         least, most = _NEARLY_DONE_S
-        return min(max(least, _NEARLY_DONE_TIMES * self._usual_s.get(engine.url, 0.0)), most)
+        usual = _NEARLY_DONE_TIMES * self._usual_s.get(engine.url, 0.0)
+        done, _ = await asyncio.wait({attempt}, timeout=min(max(least, usual), most))
+        if done:
+            return
+        asked_at = time.monotonic()
+        sign = asyncio.create_task(self._client.answers(engine.url + self._health_path, timeout_s=most))
+        try:
+            await asyncio.wait({attempt, sign}, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done() and sign.result():
+                await asyncio.wait({attempt}, timeout=max(_LEAST_AFTER_SIGN_S, time.monotonic() - asked_at))
+        finally:
+            sign.cancel()
+
+    def _learn(self, engine: Engine, seconds: float) -> None:
+        """What an answer of this engine took."""
+        usual = self._usual_s.get(engine.url, 0.0)
+        self._usual_s[engine.url] = usual + _NEWEST_WEIGHT * (seconds - usual)
 
     async def flush(self, deadline: float) -> None:
         """Wait for abandoned attempts until ``deadline`` (``time.monotonic()``), then close them."""

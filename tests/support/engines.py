@@ -124,7 +124,7 @@ class StubEngine:
 
     Switches, which may be set at any time: ``respond``, ``hang`` (take requests and answer none), ``close_on_nth``
     (close without an answer on the n-th request of each connection); :meth:`refuse` and :meth:`listen`.
-    Probes (GET) are answered and recorded apart.
+    Probes (GET) are answered, once ``probes_pass`` is set, and recorded apart.
     """
 
     def __init__(
@@ -140,6 +140,8 @@ class StubEngine:
         """What /v1/models lists."""
         self.respond: Respond = respond or (answer_prefill if role == "prefill" else answer_decode)
         self.hang = False
+        self.probes_pass = asyncio.Event()
+        self.probes_pass.set()
         self.close_on_nth: int | None = None
         self.requests: list[RecordedRequest] = []
         self.probes: list[RecordedRequest] = []
@@ -270,6 +272,7 @@ class StubEngine:
 
     async def answer(self, request: RecordedRequest) -> Answer:
         if request.method == "GET":
+            await self.probes_pass.wait()
             return self._answer_probe(request)
         if request.nth == self.close_on_nth:
             raise CloseConnection

@@ -168,8 +168,30 @@ async def test_one_that_is_not_near_is_closed(make: Make, engines: list[StubEngi
     assert bench.load == 1  # the engine is at work until it has noticed
     await engines[0].wait_for_disconnects(1)
     assert time.monotonic() - left_at >= NEARLY_DONE_S
+    assert len(engines[0].probes) == 1  # it is at work, with others too
     await bench.settled()
     assert bench.orphans == []
+
+
+async def test_B34_an_engine_that_is_behind_with_its_sockets_is_waited_for(
+    make: Make, engines: list[StubEngine]
+) -> None:
+    """It has neither answered nor could it notice that we leave. Then it gets to both."""
+    bench = make()
+    (engine, _), gate = engines, Gate(engines[0])
+    engine.probes_pass.clear()
+    running = bench.start()
+    request = await engine.request()
+    await bench.leave(running)
+    await engine.wait_until(lambda: bool(engine.probes))
+    assert engine.probes[0].target == "/health"
+    await asyncio.sleep(0.1)
+    assert engine.disconnects == 0
+    engine.probes_pass.set()
+    await engine.wait_until(lambda: engine.answered == 1)
+    gate.opened.set()
+    await bench.settled()
+    assert bench.orphan_ids == [_pinned(request)]
 
 
 async def test_an_answer_that_is_coming_in_is_read_to_its_end(make: Make, engines: list[StubEngine]) -> None:
