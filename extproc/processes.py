@@ -309,6 +309,18 @@ class EnvoyProcess(Process):
             for cluster in answer["cluster_statuses"]
         }
 
+    async def connections(self, cluster: str, endpoint: str) -> int:
+        """Open connections to one host, ``ip:port``, of a cluster. Raises KeyError where it has no such host."""
+        answer = json.loads(await self.admin("/clusters?format=json"))
+        return {
+            _authority(host["address"]["socket_address"]): int(stat.get("value", 0))
+            for status in answer["cluster_statuses"]
+            if status["name"] == cluster
+            for host in status.get("host_statuses", [])
+            for stat in host["stats"]
+            if stat["name"] == "cx_active"
+        }[endpoint]
+
     async def listeners(self) -> dict[str, str]:
         """``{listener: "ip:port"}``, as bound (wildcards as the loopback address of their family)."""
         answer = json.loads(await self.admin("/listeners?format=json"))

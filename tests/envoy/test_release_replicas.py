@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.simulated import Pair, Pairing, Replica, Request, SimGateway, Stalls, until
+from tests.support.simulated import HOST, Pair, Pairing, Replica, Request, SimGateway, Stalls, until
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="module")]
 
@@ -39,6 +39,7 @@ async def gateway(shared: SimGateway) -> SimGateway:
             await replica.process.start()
     await shared.service_seen()
     for pair in shared.pairs.values():
+        await pair.reset()  # what one test leaves pinned is not the next one's fault
         await pair.all_free()
     await shared["nixl"].complete()
     return shared
@@ -46,8 +47,13 @@ async def gateway(shared: SimGateway) -> SimGateway:
 
 async def _log_holder(gateway: SimGateway) -> Replica:
     """The replica that Envoy's one worker sends its log to."""
-    holders = [r for r in gateway.replicas if await r.counts("extproc_access_log_streams")]
-    assert len(holders) == 1
+    holders: list[Replica] = []
+
+    async def found() -> bool:
+        holders[:] = [r for r in gateway.replicas if await r.counts("extproc_access_log_streams")]
+        return len(holders) == 1
+
+    await until(found)
     return holders[0]
 
 
@@ -70,9 +76,19 @@ async def _hold(pair: Pair) -> None:
     await busy.until(b"data: ")
 
 
-async def _killed(replica: Replica) -> None:
+async def _killed(gateway: SimGateway, replica: Replica) -> None:
     replica.process.signal(signal.SIGKILL)
     assert await replica.process.wait(5) == -signal.SIGKILL
+    await _missed(gateway, replica)
+
+
+async def _missed(gateway: SimGateway, replica: Replica) -> None:
+    """Envoy has seen the replica's connections close. What it writes to them before that is lost with the replica."""
+
+    async def seen() -> bool:
+        return await gateway.envoy.connections("extproc", f"{HOST}:{replica.grpc_port}") == 0
+
+    await until(seen)
 
 
 async def _ended(replica: Replica) -> Counter[str]:
@@ -104,7 +120,7 @@ async def test_killed_before_the_first_chunk(gateway: SimGateway, name: str, vic
     assert await request.head() == 200
     before = await _ended(survivor)
 
-    await _killed(dying)
+    await _killed(gateway, dying)
     assert pair.prefiller.pinned == pair.pinned  # nothing was freed by that
     for _ in range(picks):
         other = await gateway["idle"].open(stream=True, max_tokens=2000, ignore_eos=True)
@@ -121,7 +137,7 @@ async def test_killed_before_the_response(gateway: SimGateway) -> None:
     request = await _handled_by(dying, pair, max_tokens=3)
     before = await _ended(survivor)
 
-    await _killed(dying)
+    await _killed(gateway, dying)
     assert pair.prefiller.pinned == pair.pinned
     cut_at = request.cut()
 
@@ -147,7 +163,7 @@ async def test_killed_in_the_stream(gateway: SimGateway) -> None:
     before = await _ended(survivor)
     told = (await survivor.counts("extproc_stream_outcomes_total")).get("completed", 0)
 
-    await _killed(dying)
+    await _killed(gateway, dying)
     assert b"[DONE]" in await request.to_end()
 
     async def logged() -> bool:
@@ -170,6 +186,7 @@ async def test_terminated_before_the_first_chunk(gateway: SimGateway) -> None:
 
     leaving.process.signal(signal.SIGTERM)
     assert await leaving.process.wait(10) == 0
+    await _missed(gateway, leaving)
     assert pair.prefiller.pinned == pair.pinned
     cut_at = request.cut()
 
