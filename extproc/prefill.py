@@ -31,7 +31,7 @@ _NEARLY_DONE_S: Final = (0.5, 2.0)
 _NEARLY_DONE_TIMES: Final = 3.0
 _NEWEST_WEIGHT: Final = 0.2
 # After an engine's sign of life, an answer gets as long again as the sign took, and this at least.
-_LEAST_AFTER_SIGN_S: Final = 0.02
+_LEAST_AFTER_SIGN_S: Final = 0.1
 
 Header = tuple[str, bytes]
 
