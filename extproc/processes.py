@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -23,7 +24,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import httpx
 
@@ -50,13 +51,30 @@ class ProcessError(ExtprocError):
     """A process could not be started, died before it was ready, or did not become ready in time."""
 
 
+_FIRST_FREE_PORT: Final = 10_000
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at ``host`` right now. Bind it soon: nothing reserves it."""
+    """A TCP port that nobody listens on at ``host`` right now. Bind it soon: nothing reserves it.
+
+    It lies below the range that the system takes ports of outgoing connections from: one of those would sooner or
+    later get it, and a client that keeps connecting to it even be connected to itself.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    candidates = range(_FIRST_FREE_PORT, _first_ephemeral_port())
+    for port in random.sample(candidates, min(100, len(candidates))) or [0]:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise ProcessError(f"no free TCP port at {host} found")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 49152  # IANA's, which BSD and macOS keep to
 
 
 def plain_http_client(timeout_s: float) -> httpx.AsyncClient:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from extproc import processes
 from extproc.errors import ConfigError
 from extproc.processes import Process, ProcessError, envoy_process, find_envoy, free_port
 
@@ -221,6 +222,13 @@ def test_a_free_port_can_be_bound(host: str) -> None:
         port = free_port(host)
         listener.bind((host, port))
         assert listener.getsockname()[1] == port > 0
+
+
+@pytest.mark.skipif(processes._first_ephemeral_port() <= 10_000, reason="no ports below those of connections")
+def test_outgoing_connections_do_not_get_a_free_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        ephemeral = client.getsockname()[1]
+    assert max(free_port() for _ in range(200)) < min(ephemeral, 49152)
 
 
 def test_envoy_is_found_on_path_then_beside_the_interpreter_else_the_error_says_what_to_install(
