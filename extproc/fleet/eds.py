@@ -105,10 +105,10 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
         changed: asyncio.Event,
     ) -> None:
         async for request in requests:
-            if request.response_nonce and request.response_nonce != subscription.nonce:
-                continue  # an answer to an older push
             if request.HasField("error_detail"):
                 log.error("Envoy refused the endpoints", reason=request.error_detail.message[:500])
+            if request.response_nonce and request.response_nonce != subscription.nonce:
+                continue  # an answer to an older push
             names = tuple(request.resource_names)
             if names != subscription.names or not request.response_nonce:
                 subscription.names = names

@@ -77,7 +77,8 @@ class HttpListener:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family)
+        # With the protocol named: asyncio sets TCP_NODELAY only then.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((self.host, self.port))

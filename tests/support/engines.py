@@ -229,7 +229,8 @@ class StubEngine:
 
     def _bound(self, port: int = 0) -> socket.socket:
         # Bound and not listening: the kernel refuses connections, and gives the port to nobody else.
-        made = socket.socket()
+        # asyncio sets TCP_NODELAY where the protocol is named, and with it alone answers of two packets come at once.
+        made = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((self.host, port))
         return made
