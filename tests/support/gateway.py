@@ -291,8 +291,10 @@ class Gateway:
             await self.envoy_sees(address)
 
     async def reset(self) -> None:
-        """Engines as new, and a service that Envoy sees, for the next test."""
+        """Engines as new, and a service that Envoy sees and nothing runs in any more, for the next test."""
         await self.reachable()
+        if self.server is not None:
+            await self._forget_releases(self.server)
         for engine in (*self.prefillers, *self.decoders):
             engine.respond = answer_prefill if engine.role == "prefill" else answer_decode
             engine.hang = False
@@ -305,6 +307,12 @@ class Gateway:
         for decoder in self.decoders:
             decoder.releases.clear()
         self.client.cookies.clear()
+
+    async def _forget_releases(self, server: Server) -> None:
+        """What the last test's requests left to be released, and the reminders that follow."""
+        prefiller, releases = server._prefiller, server.releases
+        await until(lambda: not prefiller._abandoned and not releases.accounts.pending)
+        await releases._ways.flush(time.monotonic())
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
