@@ -18,7 +18,7 @@ from extproc.fleet.engines import Engine, Reservation
 from extproc.picking import Need
 
 if TYPE_CHECKING:
-    from extproc import config
+    from extproc import configsections
     from extproc.fleet.fleet import Fleet, Pairing
     from extproc.telemetry.metrics import Metrics
 
@@ -46,7 +46,7 @@ class Admission:
     A request that only other engines could serve than those that are full overtakes the ones that wait for them.
     """
 
-    def __init__(self, settings: config.Admission, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, settings: configsections.Admission, fleet: Fleet, metrics: Metrics) -> None:
         self._settings = settings
         self._fleet = fleet
         self._metrics = metrics

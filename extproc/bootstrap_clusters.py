@@ -73,8 +73,13 @@ def decode_cluster(config: Config, *, eds: bool = False) -> cluster.Cluster:
 
 
 def service_cluster(config: Config) -> cluster.Cluster:
-    """The service, each of its workers being a host. Raises ConfigError for TLS without what Envoy needs for it."""
+    """The service, each of its workers being a host.
+
+    Raises ConfigError for TLS without what Envoy needs for it, and for a port that leaves no room for all workers.
+    """
     host, port = split_listen(config.envoy.extproc)
+    if port + config.grpc.workers - 1 > 65535:
+        raise ConfigError(f"envoy.extproc: {config.grpc.workers} workers need as many ports from {port} on")
     health = core.HealthCheck(
         timeout=timedelta(seconds=1),
         interval=timedelta(seconds=1),

@@ -12,7 +12,7 @@ from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_p
 from extproc.prefill import Header
 
 if TYPE_CHECKING:
-    from extproc.config import Limits
+    from extproc.configsections import Limits
 
 # Headers by which Envoy, an endpoint picker or an engine is steered. Only this service sets them: a client's own are
 # taken off the request.

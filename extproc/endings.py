@@ -29,7 +29,7 @@ from extproc.telemetry.logs import log
 from extproc.ticket import MAX_CHARS, Ticket, TicketError, TicketSigner
 
 if TYPE_CHECKING:
-    from extproc.config import Release
+    from extproc.configsections import Release
     from extproc.connectors import Handoff
     from extproc.fleet.fleet import Fleet
     from extproc.releaseways import ReleaseWays

@@ -366,6 +366,7 @@ class Exchange:
         choices = self._service.config.routing.decode_choices
         destination = destinations.choose(self._service.fleet, need, choices, paired=paired, first=first)
         self._decoder = destination.reservation
+        self._account.decoder = destination.reservation.engine.name
         return destination
 
     def _routing_headers(self, destination: Destination) -> list[Header]:

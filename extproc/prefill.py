@@ -296,13 +296,11 @@ class Prefiller:
         A server that does not get to its sockets has not seen the engine's answer either, and would not see that we
         leave. So it is asked for a sign of life first, and what it has finished by then may follow.
         """
-        least, most = _NEARLY_DONE_S
-        usual = _NEARLY_DONE_TIMES * self._usual_s.get(engine.url, 0.0)
-        done, _ = await asyncio.wait({attempt}, timeout=min(max(least, usual), most))
+        done, _ = await asyncio.wait({attempt}, timeout=self._nearly_done_s(engine))
         if done:
             return
         asked_at = time.monotonic()
-        sign = asyncio.create_task(self._client.answers(engine.url + self._health_path, timeout_s=most))
+        sign = asyncio.create_task(self._client.answers(engine.url + self._health_path, timeout_s=_NEARLY_DONE_S[1]))
         try:
             await asyncio.wait({attempt, sign}, return_when=asyncio.FIRST_COMPLETED)
             if not attempt.done() and sign.result():
@@ -310,9 +308,13 @@ class Prefiller:
         finally:
             sign.cancel()
 
+    def _nearly_done_s(self, engine: Engine) -> float:
+        least, most = _NEARLY_DONE_S
+        return min(max(least, _NEARLY_DONE_TIMES * self._usual_s.get(engine.url, 0.0)), most)
+
     def _learn(self, engine: Engine, seconds: float) -> None:
         """What an answer of this engine took."""
-        usual = self._usual_s.get(engine.url, 0.0)
+        usual = self._usual_s.get(engine.url, seconds)
         self._usual_s[engine.url] = usual + _NEWEST_WEIGHT * (seconds - usual)
 
     async def flush(self, deadline: float) -> None:

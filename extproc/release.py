@@ -19,7 +19,7 @@ from extproc.telemetry.logs import log
 from extproc.ticket import VERSION, Ticket
 
 if TYPE_CHECKING:
-    from extproc.config import Release
+    from extproc.configsections import Release
     from extproc.connectors import Handoff
     from extproc.releaseways import ReleaseWays
     from extproc.telemetry.metrics import Metrics

@@ -15,7 +15,7 @@ from extproc.fleet.engines import canonical
 from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
-    from extproc.config import Release
+    from extproc.configsections import Release
     from extproc.fleet.engines import Engine
     from extproc.fleet.fleet import Fleet
     from extproc.sidechannel import SideChannels

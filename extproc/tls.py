@@ -12,13 +12,13 @@ from extproc.errors import ConfigError
 from extproc.telemetry.logs import log
 
 if TYPE_CHECKING:
-    from extproc import config
+    from extproc import configsections
 
 
 class Certificates:
     """The files of one ``grpc.tls`` section, as gRPC asks for them at each handshake."""
 
-    def __init__(self, settings: config.Tls) -> None:
+    def __init__(self, settings: configsections.Tls) -> None:
         self._settings = settings
         self._paths = [path for path in (settings.certificate, settings.key, settings.client_ca) if path]
         self._seen: list[_Stamp] = []
@@ -84,7 +84,7 @@ def _content(key: str, path: Path) -> bytes:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from None
 
 
-def _check_pair(settings: config.Tls) -> None:
+def _check_pair(settings: configsections.Tls) -> None:
     """Raises ConfigError where certificate and key are no PEM, or do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # a password is never right: it keeps OpenSSL from asking for one on the terminal

@@ -19,7 +19,8 @@ from extproc.check.engines import check_engines
 from extproc.check.findings import Findings
 from extproc.check.gateway import check_envoy
 from extproc.check.handover import HandOver
-from extproc.config import Config, Log
+from extproc.config import Config
+from extproc.configsections import Log
 from extproc.configtypes import split_listen
 from extproc.enginehttp import EngineClient
 from extproc.errors import ConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from extproc import config
+from extproc import configsections
 from extproc.connectors import Connector, connector
 from extproc.fleet.health import Health
 
@@ -209,10 +209,13 @@ def canonical(host: str) -> str | None:
         return None
 
 
-def specs(fleet: config.Fleet, listed: config.EngineLists) -> list[Spec]:
+def specs(fleet: configsections.Fleet, listed: configsections.EngineLists) -> list[Spec]:
     """The engines that a configuration or a watched file lists, with the fleet's defaults filled in."""
     found = []
-    roles: tuple[tuple[Role, Sequence[config.Engine]], ...] = (("prefill", listed.prefill), ("decode", listed.decode))
+    roles: tuple[tuple[Role, Sequence[configsections.Engine]], ...] = (
+        ("prefill", listed.prefill),
+        ("decode", listed.decode),
+    )
     for role, entries in roles:
         for entry in entries:
             key = entry.api_key or fleet.api_key

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from extproc import config
+from extproc import config, configsections
 from extproc.fleet.engines import ROLES, Engine, Reservation, Role, Spec, canonical
 from extproc.picking import ANYTHING, Need, Policy, policy
 from extproc.telemetry.logs import log
@@ -24,7 +24,7 @@ class Fleet:
     Sources (configuration, watched file, DNS) each replace their own engines with :meth:`update`.
     """
 
-    def __init__(self, settings: config.Fleet, policies: dict[Role, Policy]) -> None:
+    def __init__(self, settings: configsections.Fleet, policies: dict[Role, Policy]) -> None:
         self.settings = settings
         self._policies = policies
         self._engines: dict[tuple[Role, str], Engine] = {}

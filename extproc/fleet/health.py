@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from extproc import config
+    from extproc import configsections
 
 _MAX_DOUBLINGS: Final = 30
 _LONGEST_TRIAL_S: Final = 30.0
@@ -87,7 +87,7 @@ class Health:
         self._forget()
         return was_ejected
 
-    def failed(self, reason: str, settings: config.Outlier, now: float) -> bool:
+    def failed(self, reason: str, settings: configsections.Outlier, now: float) -> bool:
         """A request failed for a reason that is the engine's. Returns whether the engine is ejected by that.
 
         Failures while it is ejected change nothing: those requests were sent before, or for want of another engine.

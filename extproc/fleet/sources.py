@@ -14,7 +14,7 @@ import dns.resolver
 from dns.nameserver import Do53Nameserver
 from pydantic import ValidationError
 
-from extproc import config, configtext, daemonthread
+from extproc import config, configsections, configtext, daemonthread
 from extproc.configtypes import split_listen
 from extproc.connectors import connector
 from extproc.errors import ConfigError
@@ -61,7 +61,7 @@ class FileSource:
             self._take_over(await looking)
             await asyncio.sleep(_FILE_POLL_S)
 
-    def _look(self) -> config.EngineLists | None:
+    def _look(self) -> configsections.EngineLists | None:
         """What the file lists, if that is news and in order."""
         try:
             if not self._path.is_file() and self._path.exists():  # a pipe would block, a device never end
@@ -89,17 +89,17 @@ class FileSource:
         self._in_force = text
         return listed
 
-    def _take_over(self, listed: config.EngineLists | None) -> None:
+    def _take_over(self, listed: configsections.EngineLists | None) -> None:
         if listed is not None:
             self.problem, self._complaint = None, ""
             self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
 
-    def _parse(self, text: bytes) -> config.EngineLists:
+    def _parse(self, text: bytes) -> configsections.EngineLists:
         values = configtext.parse_yaml(text)  # its errors show no values: the file may hold keys
         if not values:
             raise ConfigError("expected `prefill` and `decode` lists")
         try:
-            return config.EngineLists(**values)
+            return configsections.EngineLists(**values)
         except (ValidationError, TypeError) as error:
             problems = config.explain(error) if isinstance(error, ValidationError) else [str(error)]
             raise ConfigError("; ".join(problems)) from error
@@ -118,7 +118,7 @@ class DnsSource:
     engines stay as they are.
     """
 
-    def __init__(self, fleet: Fleet, settings: config.Dns) -> None:
+    def __init__(self, fleet: Fleet, settings: configsections.Dns) -> None:
         self._fleet = fleet
         self._settings = settings
         self._source = f"dns {next(_NUMBERS)}"

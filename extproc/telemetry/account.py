@@ -39,6 +39,8 @@ class Account:
         self.decision = "none"
         self.status: int | None = None
         """The response's, once it is known."""
+        self.decoder: str | None = None
+        """The one that was picked."""
         self.served: str | None = None
         """The endpoint that Envoy says it used."""
         self.failed_attempts: Sequence[str] = ()
@@ -63,7 +65,7 @@ class Account:
     def decided(self, decision: str) -> None:
         self.decision = decision
         self._metrics.exchanges.labels(decision).inc()
-        self._recent.note(self.request_id, decision=decision, **self._prefill_times())
+        self._recent.note(self.request_id, decision=decision, decoder=self.decoder, **self._prefill_times())
 
     def refused(self, code: str, status: int) -> None:
         """We answered with an error."""

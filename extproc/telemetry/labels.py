@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from extproc.config import ConnectorName
+from extproc.configsections import ConnectorName
 from extproc.fleet.engines import ROLES
 from extproc.outcomes import Outcome
 

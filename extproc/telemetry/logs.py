@@ -11,7 +11,7 @@ import structlog
 from structlog.typing import EventDict
 
 if TYPE_CHECKING:
-    from extproc.config import Log
+    from extproc.configsections import Log
 
 log: Any = structlog.get_logger("extproc")
 

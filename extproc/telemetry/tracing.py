@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from extproc import config
+    from extproc import configsections
 
 Header = tuple[str, bytes]
 _PROPAGATED: Final = ("traceparent", "tracestate")
@@ -63,7 +63,7 @@ NO_SPAN: Final = Span()
 class Tracing:
     """Makes spans. Without an endpoint it makes none, and passes clients' trace headers on as they are."""
 
-    def __init__(self, settings: config.Tracing) -> None:
+    def __init__(self, settings: configsections.Tracing) -> None:
         """Raises ConfigError where the OpenTelemetry SDK is not installed."""
         self._api: Any = None
         if settings.endpoint:
@@ -123,7 +123,7 @@ class Tracing:
             self._provider.shutdown()
 
 
-def _provider(settings: config.Tracing) -> Any:
+def _provider(settings: configsections.Tracing) -> Any:
     """Raises ConfigError where the OpenTelemetry SDK is not installed."""
     from extproc.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from extproc.config import Limits
+from extproc.configsections import Limits
 from extproc.telemetry.labels import ERROR_CODES
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from extproc import config
+from extproc import configsections
 from extproc.connectors import connector
 from extproc.fleet.engines import Engine, Role, Spec
 from extproc.fleet.fleet import Fleet
@@ -30,12 +30,12 @@ def specs(role: Role, count: int, **fields: Any) -> list[Spec]:
     return [spec(role, number, **fields) for number in range(1, count + 1)]
 
 
-def settings(**fields: Any) -> config.Fleet:
-    return config.Fleet(**{"decode": [{"url": "http://10.0.2.1:8000"}], **fields})
+def settings(**fields: Any) -> configsections.Fleet:
+    return configsections.Fleet(**{"decode": [{"url": "http://10.0.2.1:8000"}], **fields})
 
 
 def fleet_of(*listed: Spec, policies: str = "round_robin", **fields: Any) -> Fleet:
-    """A fleet of these engines, no probe made yet; ``fields`` are those of ``config.Fleet``."""
+    """A fleet of these engines, no probe made yet; ``fields`` are those of ``configsections.Fleet``."""
     fleet = Fleet(settings(**fields), {"prefill": policy(policies), "decode": policy(policies)})
     fleet.update("test", listed)
     return fleet

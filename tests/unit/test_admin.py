@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc import __version__
 from extproc.admin import page_policy, serving
-from extproc.config import Admin, build
+from extproc.config import build
+from extproc.configsections import Admin
 from extproc.errors import ConfigError
 from extproc.server import Server
 from tests.grpc.stand import JSON, Stand, through

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from extproc import config
+from extproc import configsections
 from extproc.admission import Admission
 from extproc.errors import RequestError
 from extproc.fleet.engines import Engine, Reservation
@@ -24,7 +24,7 @@ class Queue:
     def __init__(self, fleet: Fleet, **settings: Any) -> None:
         self.fleet = fleet
         self.metrics = Metrics()
-        self.admission = Admission(config.Admission(**settings), fleet, self.metrics)
+        self.admission = Admission(configsections.Admission(**settings), fleet, self.metrics)
         self.served: list[str] = []
         self.tasks: dict[str, asyncio.Task[Reservation | None]] = {}
 

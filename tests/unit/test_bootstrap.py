@@ -281,6 +281,13 @@ def test_tls_to_the_service() -> None:
     assert "transport_socket" not in cluster(printed("names"), "extproc")
 
 
+def test_every_worker_has_a_port() -> None:
+    values = {"fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]}, "envoy": {"extproc": "10.0.0.3:65535"}}
+    render(build(values))
+    with pytest.raises(ConfigError, match=r"envoy\.extproc: 2 workers need as many ports from 65535 on"):
+        render(build({**values, "grpc": {"workers": 2}}))
+
+
 def test_a_service_that_asks_for_client_certificates_needs_one_for_envoy() -> None:
     values: dict[str, Any] = {
         "fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.classify import Candidate, Inspect, Pass, Request, check_size, plan, read_headers, status
-from extproc.config import Limits
+from extproc.configsections import Limits
 from extproc.errors import RequestError
 from extproc.pb.envoy.config.core.v3 import base_pb2
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from extproc import config
+from extproc import config, configsections
 from extproc.bootstrap import render
 from extproc.configtext import parse_yaml
 from extproc.configtypes import split_listen
@@ -65,7 +65,7 @@ log:
     assert [engine.url for engine in settings.fleet.prefill] == ["http://10.0.0.7:8000"]
     assert [engine.url for engine in settings.fleet.decode] == ["http://10.0.0.8:8000", "http://10.0.0.9:8000"]
     assert (settings.prefill.timeout_s, settings.prefill.attempts, settings.prefill.on_failure) == (60.0, 2, "error")
-    assert settings.log == config.Log()
+    assert settings.log == configsections.Log()
     assert config.load(str(tmp_path / "extproc.yaml")) == settings
 
 
@@ -489,7 +489,7 @@ def test_what_kubernetes_puts_there_for_a_service_of_that_name_is_no_configurati
     }.items():
         monkeypatch.setenv(name, value)
 
-    assert config.build({"fleet": FLEET}) == config.Config(fleet=config.Fleet.model_validate(FLEET))
+    assert config.build({"fleet": FLEET}) == config.Config(fleet=configsections.Fleet.model_validate(FLEET))
 
 
 # ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -605,7 +605,7 @@ def test_no_error_shows_a_value_of_the_environment(monkeypatch: pytest.MonkeyPat
 
 def test_the_errors_of_a_watched_fleet_file() -> None:
     with pytest.raises(ValidationError) as error:
-        config.EngineLists.model_validate({"prefill": [{"urll": SECRET}], "decod": []})
+        configsections.EngineLists.model_validate({"prefill": [{"urll": SECRET}], "decod": []})
 
     assert config.explain(error.value) == [
         "prefill[0].url: required",

@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field, SecretStr, create_model
 
 from extproc import reference
 from extproc.cli import app
-from extproc.config import Config, Section, build
+from extproc.config import Config, build
+from extproc.configsections import Section
 from extproc.telemetry.labels import BYPASS_REASONS
 from extproc.telemetry.metrics import Metrics
 from tests.support.crds import SCHEMAS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from extproc import config
+from extproc import config, configsections
 from extproc.connectors import connector
 from extproc.connectors.base import Handoff
 from extproc.endings import Endings
@@ -69,7 +69,7 @@ class Bench:
         ways: Any = Ways()
         releases: Any = self.releases
         self.endings = Endings(
-            config.Release(**({"settle_s": SETTLE_S} | settings)),
+            configsections.Release(**({"settle_s": SETTLE_S} | settings)),
             SIGNER,
             ways,
             Fleet(whole.fleet, policies(whole)),

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from extproc import config
+from extproc import configsections
 from extproc.fleet.engines import Engine, Reservation, Spec, specs
 from extproc.picking import Need
 from tests.support.fleet import Clock, fleet_of, named, names, spec
@@ -312,7 +312,7 @@ def test_O16_an_ipv6_engine_is_found_by_the_address_that_envoy_logs() -> None:
 
 
 def test_the_configurations_defaults_are_filled_in() -> None:
-    fleet = config.Fleet(
+    fleet = configsections.Fleet(
         prefill=[
             {"url": "http://p1:8000"},
             {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config import Outlier
+from extproc.configsections import Outlier
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.health import Health
 from tests.support.fleet import Clock, fleet_of, named, names, spec, specs

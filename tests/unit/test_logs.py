@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 import structlog
 
-from extproc import config
+from extproc import configsections
 from extproc.telemetry import logs
 from tests.grpc.stand import JSON, Stand, refused, through
 from tests.support.engines import Answer, StubEngine
@@ -237,7 +237,7 @@ def _fail_with_locals() -> None:
 
 
 def test_people_see_control_characters_as_such(written: Written) -> None:
-    logs.configure(config.Log())
+    logs.configure(configsections.Log())
     logs.log.info("event", path="/\x1b[2J\r\n\u2028\u202e\x00é\U0001f4a9")
     (line,) = written.text().splitlines()
     assert re.sub(r" +", " ", line).endswith(r"event path=/\x1b[2J\r\n\u2028\u202e\x00é" + "\U0001f4a9")
@@ -245,7 +245,7 @@ def test_people_see_control_characters_as_such(written: Written) -> None:
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_traces_show_no_variables(written: Written, form: Any) -> None:
-    logs.configure(config.Log(format=form))
+    logs.configure(configsections.Log(format=form))
     try:
         _fail_with_locals()
     except ValueError:
@@ -261,7 +261,7 @@ def test_traces_show_no_variables(written: Written, form: Any) -> None:
 
 
 def test_libraries_speak_json_too(written: Written) -> None:
-    logs.configure(config.Log(format="json", level="debug"))
+    logs.configure(configsections.Log(format="json", level="debug"))
     logging.getLogger("grpc._cython").error("%s went\nwrong", "it")
     logging.getLogger("grpc._cython").info("chatter")
     (event,) = written.events()
@@ -273,7 +273,7 @@ def test_libraries_speak_json_too(written: Written) -> None:
 
 
 def test_an_error_level_silences_libraries_warnings(written: Written) -> None:
-    logs.configure(config.Log(level="error"))
+    logs.configure(configsections.Log(level="error"))
     logging.getLogger("library").warning("a warning")
     logging.getLogger("library").error("an error")
     (line,) = written.text().splitlines()
@@ -281,7 +281,7 @@ def test_an_error_level_silences_libraries_warnings(written: Written) -> None:
 
 
 def test_constants_are_in_every_line_of_ours(written: Written) -> None:
-    logs.configure(config.Log(format="json"), worker=3)
+    logs.configure(configsections.Log(format="json"), worker=3)
     logs.log.info("one", empty=None)
     logs.log.warning("two", worker=4)
     events = written.events()
@@ -290,7 +290,7 @@ def test_constants_are_in_every_line_of_ours(written: Written) -> None:
 
 
 async def test_events_from_several_tasks_keep_to_their_lines(written: Written) -> None:
-    logs.configure(config.Log(format="json"))
+    logs.configure(configsections.Log(format="json"))
 
     async def write(number: int) -> None:
         for _ in range(20):
@@ -304,7 +304,7 @@ async def test_events_from_several_tasks_keep_to_their_lines(written: Written) -
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     """Workers share their supervisor's standard error."""
     code = """
-from extproc.config import Log
+from extproc.configsections import Log
 from extproc.telemetry import logs
 logs.configure(Log(format="json"))
 for number in range(2000):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from extproc import config, prefill
+from extproc import config, configsections, prefill
 from extproc.connectors import connector
 from extproc.connectors.base import Handoff
 from extproc.enginehttp import EngineClient
@@ -42,7 +42,7 @@ class Bench:
         self.fleet = Fleet(whole.fleet, policies(whole))
         values = {"connector": connector("nixl"), "lease_s": 30.0} | specs
         self.fleet.update("test", [Spec(role="prefill", url=e.url, name=e.url, **values) for e in engines])
-        tracing = Tracing(config.Tracing())
+        tracing = Tracing(configsections.Tracing())
         self.prefiller = Prefiller(whole, self.fleet, client, self.metrics, self.orphans.append, tracing)
 
     def start(self) -> asyncio.Task[Prefilled]:
@@ -171,6 +171,25 @@ async def test_one_that_is_not_near_is_closed(make: Make, engines: list[StubEngi
     assert len(engines[0].probes) == 1  # it is at work, with others too
     await bench.settled()
     assert bench.orphans == []
+
+
+async def test_how_near_is_near_goes_by_what_the_engines_answers_take(
+    make: Make, engines: list[StubEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_NEARLY_DONE_S", (0.5, 2.0))
+    bench = make(2)
+    slow, quick = bench.fleet.engines("prefill")
+    for _ in range(30):
+        bench.prefiller._learn(quick, 0.05)
+    bench.prefiller._learn(slow, 0.4)
+    assert bench.prefiller._nearly_done_s(quick) == 0.5
+    assert bench.prefiller._nearly_done_s(slow) == pytest.approx(1.2)
+    for _ in range(30):
+        bench.prefiller._learn(slow, 5.0)
+    assert bench.prefiller._nearly_done_s(slow) == 2.0
+    for _ in range(60):
+        bench.prefiller._learn(slow, 0.05)
+    assert bench.prefiller._nearly_done_s(slow) == 0.5
 
 
 async def test_B34_an_engine_that_is_behind_with_its_sockets_is_waited_for(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from extproc import config
+from extproc import configsections
 from extproc.fleet.fleet import Fleet
 from extproc.jsonobject import JsonObject
 from extproc.prefixes import BLOCK_BYTES, DecoderPrefixes, Prefix
@@ -164,10 +164,10 @@ def test_engines_that_leave_or_die_are_forgotten(fleet: Fleet) -> None:
 
 
 def test_off_by_default() -> None:
-    assert config.Routing().bypass_cached_ratio is None
+    assert configsections.Routing().bypass_cached_ratio is None
 
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.5])
 def test_a_ratio_is_a_share(ratio: float) -> None:
     with pytest.raises(ValueError, match="bypass_cached_ratio"):
-        config.Routing(bypass_cached_ratio=ratio)
+        configsections.Routing(bypass_cached_ratio=ratio)

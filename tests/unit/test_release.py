@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc import config, sidechannel
+from extproc import configsections, sidechannel
 from extproc.connectors import connector
 from extproc.connectors.base import Handoff
 from extproc.fleet.engines import Engine, Spec
@@ -58,7 +58,7 @@ class Bench:
         self.metrics = Metrics()
         used: Any = ways
         self.service = ReleaseService(
-            config.Release(**settings), used, self.metrics, Recent(), Tracing(config.Tracing())
+            configsections.Release(**settings), used, self.metrics, Recent(), Tracing(configsections.Tracing())
         )
 
     async def settled(self) -> dict[str, int]:

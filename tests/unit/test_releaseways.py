@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from extproc import config
+from extproc import config, configsections
 from extproc.connectors import connector
 from extproc.connectors.base import ReleaseResult
 from extproc.enginehttp import EngineClient
@@ -49,7 +49,7 @@ class Bench:
         whole = config.Config(fleet=values)  # type: ignore[arg-type]
         self.fleet = Fleet(whole.fleet, policies(whole))
         self.fleet.update("test", specs)
-        self.settings = config.Release(**settings)
+        self.settings = configsections.Release(**settings)
         self.ways = ReleaseWays(self.settings, self.fleet, client, self.channels)
 
     def engine(self, url: str) -> Engine:
@@ -341,7 +341,7 @@ async def test_the_socket_of_an_engine_that_left_is_closed(client: EngineClient)
 
 
 def _service(bench: Bench) -> ReleaseService:
-    return ReleaseService(bench.settings, bench.ways, Metrics(), Recent(), Tracing(config.Tracing()))
+    return ReleaseService(bench.settings, bench.ways, Metrics(), Recent(), Tracing(configsections.Tracing()))
 
 
 def _tickets(count: int, prefiller: str, port: int, name: str = "") -> list[Ticket]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc import config
+from extproc import configsections
 from extproc.fleet.discovery import Resolver
 from extproc.fleet.engines import Engine
 from extproc.fleet.fleet import Fleet
@@ -272,7 +272,7 @@ def dns_fleet(*servers: DnsServer, **fields: Any) -> Fleet:
 
 
 def dns_source(fleet: Fleet, name: str = "engines.test", **fields: Any) -> DnsSource:
-    return DnsSource(fleet, config.Dns(**{"role": "decode", "name": name, **fields}))
+    return DnsSource(fleet, configsections.Dns(**{"role": "decode", "name": name, **fields}))
 
 
 def urls(fleet: Fleet) -> list[str]:

@@ -14,7 +14,8 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from extproc.config import Tls, build
+from extproc.config import build
+from extproc.configsections import Tls
 from extproc.errors import ConfigError
 from extproc.server import Server
 from extproc.tls import Certificates

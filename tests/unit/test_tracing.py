@@ -12,7 +12,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from extproc import config
+from extproc import configsections
 from extproc.errors import ConfigError
 from extproc.pb.envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
@@ -280,7 +280,7 @@ async def test_another_replicas_release_is_part_of_the_trace(
 
     assert stand.server is not None
     other = stand.server.config.model_copy(
-        update={"tracing": config.Tracing(endpoint=collector.endpoint, service_name="gateway-8")}
+        update={"tracing": configsections.Tracing(endpoint=collector.endpoint, service_name="gateway-8")}
     )
     async with Server(other) as server:
         await _tell(server, ticket)
@@ -316,14 +316,14 @@ async def test_unsampled_and_untraced_releases_make_no_span(
 
 
 async def test_references_are_small_and_strict() -> None:
-    tracing = Tracing(config.Tracing(endpoint="http://127.0.0.1:9", sample_ratio=0))
+    tracing = Tracing(configsections.Tracing(endpoint="http://127.0.0.1:9", sample_ratio=0))
     span = tracing.exchange([("traceparent", TRACEPARENT.encode())])
     reference = span.reference
     assert (len(reference), reference[:16].hex(), reference[24]) == (25, TRACE, 1)
     assert tracing.resumed(reference, "release").reference[:16] == reference[:16]
     for faulty in (b"", reference[:-1], reference + b"\0", b"\0" * 24):
         assert tracing.resumed(faulty, "release") is NO_SPAN
-    assert Tracing(config.Tracing()).resumed(reference, "release") is NO_SPAN
+    assert Tracing(configsections.Tracing()).resumed(reference, "release") is NO_SPAN
     assert NO_SPAN.reference == b""
     tracing.shutdown()
 
@@ -337,7 +337,7 @@ async def test_the_end_of_the_service_sends_what_is_left(collector: Collector) -
 
 
 async def test_a_dead_collector_holds_up_nothing() -> None:
-    tracing = Tracing(config.Tracing(endpoint="http://127.0.0.1:9"))
+    tracing = Tracing(configsections.Tracing(endpoint="http://127.0.0.1:9"))
     tracing.exchange([]).end()
     started = time.monotonic()
     await asyncio.to_thread(tracing.shutdown)
@@ -356,7 +356,7 @@ async def test_off_headers_pass_on_as_they_are() -> None:
 
 
 async def test_off_there_are_no_spans() -> None:
-    tracing = Tracing(config.Tracing())
+    tracing = Tracing(configsections.Tracing())
     assert tracing.exchange([("traceparent", TRACEPARENT.encode())]) is NO_SPAN
     assert tracing.child(NO_SPAN, "prefill") is NO_SPAN
     headers = [("traceparent", TRACEPARENT.encode())]
@@ -393,4 +393,4 @@ async def test_off_nothing_of_opentelemetry_is_imported() -> None:
 async def test_without_the_sdk_the_configuration_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"^tracing\.endpoint: needs OpenTelemetry; pip install 'extproc\[otlp\]'$"):
-        Tracing(config.Tracing(endpoint="http://127.0.0.1:4317"))
+        Tracing(configsections.Tracing(endpoint="http://127.0.0.1:4317"))
