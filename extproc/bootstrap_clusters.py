@@ -88,7 +88,9 @@ def service_cluster(config: Config) -> cluster.Cluster:
         healthy_threshold=1,
         grpc_health_check=core.HealthCheckGrpcHealthCheck(),
     )
-    keepalive = core.KeepaliveSettings(interval=timedelta(seconds=30), timeout=timedelta(seconds=5))
+    # A reply that lay in a stalled connection for longer than a handoff's lease (30 s by default) would send a decoder
+    # to blocks that hold another request's KV by then.
+    keepalive = core.KeepaliveSettings(interval=timedelta(seconds=10), timeout=timedelta(seconds=5))
     http = upstream.HttpProtocolOptions(
         explicit_http_config=upstream.HttpProtocolOptionsExplicitHttpConfig(
             http2_protocol_options=core.Http2ProtocolOptions(connection_keepalive=keepalive)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Final, Literal, Self
 
 import aiohttp
+from aiohttp.abc import AbstractResolver
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -71,12 +72,20 @@ class Call:
 class EngineClient:
     """Sends requests to engines. Build it inside the running event loop; close it with :meth:`aclose`."""
 
-    def __init__(self, *, connect_timeout_s: float, max_connections: int, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        max_connections: int,
+        keepalive_s: float,
+        resolver: AbstractResolver | None = None,
+    ) -> None:
+        """``resolver`` says where names lead; the system by default."""
         # The time for a place in the pool and the connection together, and for the connection alone.
         self._timeout = aiohttp.ClientTimeout(connect=connect_timeout_s * 2, sock_connect=connect_timeout_s)
-        self._pooled = _session(limit=max_connections, keepalive_timeout=keepalive_s)
+        self._pooled = _session(limit=max_connections, keepalive_timeout=keepalive_s, resolver=resolver)
         # A second try after a stale connection must not meet another stale one.
-        self._fresh = _session(limit=max_connections, force_close=True)
+        self._fresh = _session(limit=max_connections, force_close=True, resolver=resolver)
 
     async def __aenter__(self) -> Self:
         return self

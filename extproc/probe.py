@@ -69,6 +69,8 @@ class ProbeRequest:
             return msgspec.convert(value, _Described).request()
         except msgspec.ValidationError as error:
             raise ConfigError(f"{file}: {error}") from None
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{file}: no text: {error.reason}") from None
 
     def headers_message(self) -> ext_proc.ProcessingRequest:
         """What Envoy sends of it first, in the BUFFERED mode."""
@@ -105,6 +107,8 @@ class _Described(msgspec.Struct, forbid_unknown_fields=True):
     body: Any = ""
 
     def request(self) -> ProbeRequest:
+        """Raises UnicodeEncodeError for half a surrogate pair, which JSON can name and HTTP cannot carry."""
+        "".join([self.path, self.method, *self.headers, *self.headers.values()]).encode()
         body = self.body if isinstance(self.body, str) else json.dumps(self.body)
         return ProbeRequest(self.path, body.encode(), self.method, self.headers)
 

@@ -26,6 +26,7 @@ from extproc.fleet.discovery import Resolver
 from extproc.fleet.eds import EndpointDiscovery
 from extproc.fleet.fleet import Fleet, policies
 from extproc.fleet.monitor import Monitor
+from extproc.fleet.names import FleetNames
 from extproc.fleet.sources import DnsSource, FileSource
 from extproc.pb.envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from extproc.pb.envoy.service.endpoint.v3 import eds_pb2, eds_pb2_grpc
@@ -91,6 +92,7 @@ class Server:
                 connect_timeout_s=config.prefill.connect_timeout_s,
                 max_connections=config.prefill.max_connections,
                 keepalive_s=config.prefill.keepalive_s,
+                resolver=FleetNames(fleet),
             )
         )
         channels = SideChannels()

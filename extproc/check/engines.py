@@ -105,7 +105,7 @@ class _Look:
             value = answer.json() if answer.status_code == 200 else None
         except httpx.HTTPError:
             return 0, None
-        except ValueError:
+        except (ValueError, RecursionError):
             return 200, None
         return answer.status_code, value if isinstance(value, dict) else None
 

@@ -29,7 +29,7 @@ async def check_envoy(config: Config, fleet: Fleet, client: httpx.AsyncClient, f
             (await client.get(f"{base}/config_dump")).raise_for_status().json(),
             (await client.get(f"{base}/clusters?format=json")).raise_for_status().json(),
         )
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         text = f"no configuration dump at {base}: {type(error).__name__}"
         findings.note("envoy_unknown", "envoy", text, "start Envoy, or fix `envoy.admin`")
         return

@@ -8,7 +8,7 @@ import json
 import ssl
 import sys
 import time
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import httpx
@@ -37,6 +37,17 @@ _TIMEOUT_S: Final = 15.0
 _CONNECT_S: Final = 2.0
 
 
+class _Client(httpx.AsyncClient):
+    """Whose time limit is one for the whole answer: httpx's own is for each piece, of which there may be no end."""
+
+    async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await super().send(request, **options)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no complete answer within {_TIMEOUT_S} s", request=request) from None
+
+
 async def check(config: Config) -> Findings:
     """Everything that can be known from here. Sends each prefiller a few short prefills, and releases them."""
     findings = Findings()
@@ -48,7 +59,7 @@ async def check(config: Config) -> Findings:
     try:
         async with (
             http,
-            httpx.AsyncClient(timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S), trust_env=False) as client,
+            _Client(timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S), trust_env=False) as client,
         ):
             ways = ReleaseWays(config.release, fleet, http, channels)
             known = await check_engines(fleet.engines(), client, findings)

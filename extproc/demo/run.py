@@ -18,6 +18,7 @@ from rich.table import Table
 from extproc.demo.scenarios import SCENARIOS, ScenarioFailed, Shown
 from extproc.demo.stack import EngineKind, Stack
 from extproc.errors import ExtprocError
+from extproc.processes import find_envoy
 
 # Slow enough to watch, fast enough not to bore: 300 µs a prompt token, 5 ms an answer token.
 _SIM_ARGUMENTS = ("--prefill-us-per-token", "300", "--decode-ms-per-token", "5", "--blocks", "512")
@@ -47,6 +48,7 @@ async def _demo(console: Console, *, once: bool, kind: EngineKind) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="extproc-demo-") as folder:
         try:
+            find_envoy()  # before the engines: it is what a plain installation lacks
             with console.status("starting") as status:
                 stack = Stack(
                     Path(folder),

@@ -88,6 +88,10 @@ class Fleet:
     def engines(self, role: Role | None = None) -> list[Engine]:
         return [engine for engine in self._engines.values() if role is None or engine.role == role]
 
+    def address_of(self, host: str) -> str | None:
+        """The IP address that this name of an engine had when it was resolved last."""
+        return next((engine.address for engine in self._engines.values() if engine.host == host), None)
+
     def prefiller_at(self, endpoint: str) -> Engine | None:
         """The prefiller at ``ip:port``, one that has left lately included: its blocks may still have to be freed."""
         found = self._at("prefill", endpoint, self._engines.values())

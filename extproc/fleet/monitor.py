@@ -13,6 +13,7 @@ import msgspec
 
 from extproc.fleet.engines import Engine, Report
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.names import FleetNames
 from extproc.telemetry.logs import log
 
 _WAITING, _RUNNING, _KV = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
@@ -34,7 +35,7 @@ class Monitor:
     async def run(self) -> None:
         """Follow the fleet for ever."""
         # A connection of its own for each: a kept one says nothing of whether an engine still accepts any.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=FleetNames(self._fleet))
         timeout = aiohttp.ClientTimeout(total=self._settings.health.timeout_s)
         jar = aiohttp.DummyCookieJar()
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar) as client:
@@ -90,7 +91,7 @@ class Monitor:
         problem = ""
         try:
             async with client.get(engine.url + self._settings.health.path, allow_redirects=False) as response:
-                await response.read()
+                await _read(response)
             if response.status >= 500:
                 problem = f"health {response.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -138,10 +139,20 @@ class Monitor:
         headers = {"authorization": f"Bearer {engine.api_key}"} if engine.api_key else {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with client.get(engine.url + path, headers=headers, allow_redirects=False) as response:
-                content = await response.read()
-            if response.status == 200 and len(content) <= _MAX_BYTES:
+                content = await _read(response)
+            if response.status == 200 and content is not None:
                 return content.decode("utf-8", "replace")
         return None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes | None:
+    """The body; None, and the rest unread, where it is too large."""
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > _MAX_BYTES:
+            return None
+    return bytes(content)
 
 
 def _in_a_word(error: Exception) -> str:

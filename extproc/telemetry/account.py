@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from extproc.outcomes import Outcome
 from extproc.telemetry.logs import log
 from extproc.telemetry.tracing import NO_SPAN
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from extproc.telemetry.tracing import Tracing
 
 _MAX_PATH: Final = 256
+# Of requests that never got our X-Request-Id: without one of the client's, Envoy's log cannot name them.
+_OUTCOMES: Final = {"client_left": Outcome.CLIENT_RESET, "refused": Outcome.REJECTED_BY_US}
 
 
 class Account:
@@ -114,6 +117,8 @@ class Account:
                 self.span.fail(self._reason or f"status_{self.status}")
             self.span.end()
         self._recent.note(self.request_id, **record)
+        if outcome := _OUTCOMES.get(self.decision):
+            self._recent.presume(self.request_id, outcome=outcome.value)
         (log.warning if failed else log.info)("exchange", **record)
 
     def _prefill_times(self) -> dict[str, float | None]:

@@ -31,6 +31,11 @@ class Recent:
                 self._forget(*self._records.popitem(last=False))
         record.update(fields)
 
+    def presume(self, request_id: str, /, **fields: Any) -> None:
+        """Add what follows from the rest, unless it is known better or will be."""
+        known = self._records.get(self._aliases.get(request_id, request_id), {})
+        self.note(request_id, **{key: value for key, value in fields.items() if key not in known})
+
     def alias(self, other_id: str, request_id: str) -> None:
         """Take reports under ``other_id`` for this request: the client's own id, or a later attempt's."""
         request_id = self._aliases.get(request_id, request_id)

@@ -16,6 +16,7 @@ import pytest_asyncio
 import yaml
 
 from extproc.bootstrap import render
+from extproc.check import run
 from extproc.check.findings import Finding, Findings
 from extproc.check.run import check
 from extproc.config import build
@@ -225,7 +226,23 @@ async def test_an_engine_that_is_ill(site: Site) -> None:
     assert codes(findings) == {"unhealthy": {"decode"}, "no_pair": {"prefill"}}
 
 
-@pytest.mark.parametrize("answer", [Answer(404), Answer(body=b"<html>"), Answer.json([]), Answer.json({"data": [1]})])
+async def test_an_engine_whose_answer_has_no_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_TIMEOUT_S", 2.0)
+
+    async def between(_: int) -> None:
+        await asyncio.sleep(0.05)  # httpx has a limit for each piece alone
+
+    async with Odd(health=Answer(events=[b"x"] * 1000, between_events=between)) as decoder:
+        findings = await _pair(site.prefillers[0].url, decoder.url)
+    assert codes(findings) == {"unreachable": {"decode"}, "no_pair": {"prefill"}}
+
+
+DEEP: Final = Answer(body=b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(404), Answer(body=b"<html>"), Answer.json([]), Answer.json({"data": [1]}), DEEP]
+)
 async def test_a_server_that_is_no_vllm(site: Site, answer: Answer) -> None:
     async with Odd(v1_models=answer) as decoder:
         findings = await _pair(site.prefillers[0].url, decoder.url)

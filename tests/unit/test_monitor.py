@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from extproc.enginehttp import EngineClient, EngineUnavailable
 from extproc.fleet.engines import Engine, Report
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.monitor import Monitor, samples
+from extproc.fleet.names import FleetNames
 from extproc.picking import STALE_S
 from extproc.sim.metrics import Metrics as SimulatedMetrics
 from tests.support.engines import Answer, CloseConnection, RecordedRequest, StubEngine
@@ -146,7 +148,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def of(stub: StubEngine, **fields: Any) -> Any:
-    return spec("prefill", 1, url=stub.url, name="engine", **fields)
+    return spec("prefill", 1, **{"url": stub.url, "name": "engine", **fields})
 
 
 async def test_health_follows_the_engine(stub: ProbedEngine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +174,43 @@ async def test_health_follows_the_engine(stub: ProbedEngine, capsys: pytest.Capt
     assert changes == [True, False, True, False, True]
     output = capsys.readouterr().out
     assert (output.count("engine unhealthy"), output.count("engine healthy")) == (2, 2)
+
+
+async def test_pages_without_an_end_are_read_so_far(stub: ProbedEngine) -> None:
+    """The engine is healthy all the same, and says nothing of its load."""
+    sent = dict.fromkeys(("/health", "/metrics"), 0)
+
+    def endless(path: str) -> Page:
+        async def between(_: int) -> None:
+            sent[path] += 1
+            await asyncio.sleep(0)
+
+        return lambda _: Answer(events=[PAGE.encode() + b"# " + b"x" * 2**20 + b"\n"] * 2**12, between_events=between)
+
+    stub.pages |= {path: endless(path) for path in sent}
+    async with monitored(of(stub), health={"unhealthy_after": 1, "timeout_s": 30}) as fleet:
+        await stub.probed("/health", 2)
+        await stub.probed("/metrics", 2)
+        assert named(fleet, "engine").health.probed_ok is True
+        assert named(fleet, "engine").report.running == 0
+    assert all(0 < count < 200 for count in sent.values())
+
+
+async def test_an_engines_name_leads_where_it_led_before_a_dns_outage(stub: ProbedEngine) -> None:
+    """Probes and calls go to the address that the fleet knows, and other names are asked for."""
+    url = f"http://prefill.nowhere.invalid:{stub.port}"
+    async with (
+        monitored(of(stub, url=url, address="127.0.0.1"), health={"unhealthy_after": 1}) as fleet,
+        EngineClient(connect_timeout_s=5, max_connections=10, keepalive_s=2, resolver=FleetNames(fleet)) as client,
+    ):
+        await stub.probed("/health", 3)
+        assert named(fleet, "engine").health.probed_ok is True
+        assert (await client.post(url + "/v1/completions", b"{}", [], timeout_s=5)).status == 200
+        assert stub.requests[0].header("host") == f"prefill.nowhere.invalid:{stub.port}"
+        assert (await client.post(f"http://localhost:{stub.port}/", b"{}", [], timeout_s=5)).status == 200
+        with pytest.raises(EngineUnavailable) as fault:
+            await client.post("http://other.invalid/", b"{}", [], timeout_s=5)
+        assert fault.value.reason == "connect"
 
 
 @pytest.mark.parametrize("status", [200, 204, 301, 401, 404, 405, 429])

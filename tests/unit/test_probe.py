@@ -239,6 +239,8 @@ def test_requests_are_read_from_files(tmp_path: Path, text: str, expected: tuple
         ('{"path": "v1"}', "Expected `str` matching regex '^/' - at `$.path`"),
         ('{"path": "/x", "header": {}}', "Object contains unknown field `header`"),
         ('{"path": "/x", "headers": ["a"]}', "Expected `object`, got `array` - at `$.headers`"),
+        ('{"path": "/x", "body": "\\ud800"}', "no text: surrogates not allowed"),
+        ('{"path": "/x", "headers": {"a": "\\ud800"}}', "no text: surrogates not allowed"),
         ('{"path": "/x", "headers": {"a": 1}}', "Expected `str`, got `int` - at `$.headers[...]`"),
     ],
 )

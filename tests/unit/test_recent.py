@@ -31,6 +31,17 @@ def test_reports_of_one_request_make_one_record() -> None:
     }
 
 
+def test_what_is_presumed_gives_way_to_what_is_told() -> None:
+    recent = Recent()
+    recent.alias("of the client", "r1")
+    recent.note("r1", outcome="decode_reset")
+    recent.presume("r1", outcome="client_reset", phase="prefill")
+    recent.presume("r2", outcome="client_reset")
+    recent.note("r2", outcome="completed")
+    outcomes = {record["request_id"]: record["outcome"] for record in recent.list()}
+    assert outcomes == {"r1": "decode_reset", "r2": "completed"}
+
+
 def test_the_newest_come_first() -> None:
     recent = Recent()
     for name in ("r1", "r2", "r3", "r1"):
