@@ -281,6 +281,15 @@ def test_tls_to_the_service() -> None:
     assert "transport_socket" not in cluster(printed("names"), "extproc")
 
 
+def test_a_stalled_connection_to_the_service_ends_within_the_lease_of_what_lies_in_it() -> None:
+    config = configuration("fail closed, no admin, one choice")
+    options = cluster(yaml.safe_load(render(config)), "extproc")["typed_extension_protocol_options"]
+    (http,) = options.values()
+    keepalive = http["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+    patience = sum(float(keepalive[part].removesuffix("s")) for part in ("interval", "timeout"))
+    assert 0 < patience <= config.fleet.lease_s / 2
+
+
 def test_every_worker_has_a_port() -> None:
     values = {"fleet": {"decode": [{"url": "http://10.0.0.8:8000"}]}, "envoy": {"extproc": "10.0.0.3:65535"}}
     render(build(values))
