@@ -83,7 +83,8 @@ class Service:
                     task.cancel()
             self._closed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), min(0.1, remaining))
+                async with asyncio.timeout(min(0.1, remaining)):
+                    await self._closed.wait()
 
     def was_let_go(self, exchange: Exchange) -> bool:
         """Whether a cancellation of this exchange's handler is ours."""

@@ -135,7 +135,8 @@ class Supervisor:
             pause = _FIRST_PAUSE_S if time.monotonic() - started >= _STABLE_S else min(_MAX_PAUSE_S, pause * 2)
             log.error("worker ended", worker=worker, status=status, restart_in_s=pause)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._stop.wait()
         return 0
 
     async def _run(self, worker: int) -> int:

@@ -283,7 +283,8 @@ class HandOver:
 
 async def _is_open(host: str, port: int) -> bool:
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_S)
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError):
         return False
     writer.close()

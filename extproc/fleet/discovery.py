@@ -36,7 +36,8 @@ class Resolver:
                 self._wake.clear()
                 self._start_round()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._interval_s)
+                    async with asyncio.timeout(self._interval_s):
+                        await self._wake.wait()
         finally:
             for task in self._running.values():
                 task.cancel()

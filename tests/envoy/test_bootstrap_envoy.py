@@ -119,6 +119,8 @@ class Service(
                 ("grpc.max_receive_message_length", 64 << 20),
                 ("grpc.max_send_message_length", 64 << 20),
                 ("grpc.so_reuseport", 0),
+                # As the service has it: Envoy pings more often than gRPC's default allows, which ends the connection.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
             ]
         )
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]

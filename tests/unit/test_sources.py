@@ -544,6 +544,23 @@ async def test_an_address_is_kept_as_long_as_the_name_has_it(monkeypatch: pytest
     assert len(heard) == 2
 
 
+async def test_a_resolver_that_is_woken_up_in_the_tick_of_its_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet changes while the service stops."""
+    fleet = by_name("a")
+    Names(monkeypatch, a=["10.0.0.1"])
+    running = asyncio.create_task(Resolver(fleet, 60).run())
+    async with asyncio.timeout(5):
+        while addresses(fleet) != ["10.0.0.1"]:
+            await asyncio.sleep(0)
+        for _ in range(5):  # it waits again
+            await asyncio.sleep(0)
+        fleet.changed()
+        await asyncio.sleep(0)  # what it waits for is there, and it has not run yet
+        running.cancel()
+        await asyncio.wait({running})
+    assert running.cancelled()
+
+
 async def test_ipv4_first_as_envoy_does_and_ipv6_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     Names(monkeypatch, both=["2001:db8::1", "10.0.0.1"], six=["2001:db8::2"])
     fleet = by_name("both", "six")
