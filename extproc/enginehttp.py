@@ -159,21 +159,25 @@ class EngineClient:
             trace_request_ctx=call,
         )
         call.answering_since = time.monotonic()
-        refused, cut_off = 400 <= response.status < 500, False
+        refused = 400 <= response.status < 500
         try:
-            answer = bytearray()
-            async for chunk in response.content.iter_any():
-                answer += chunk
-                if refused and len(answer) > MAX_REFUSAL_BYTES:
-                    cut_off = True
-                    answer.clear()
-                    break
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise EngineUnavailable("too_large", f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+            answer = await read_at_most(response, MAX_REFUSAL_BYTES if refused else MAX_ANSWER_BYTES)
         finally:
             response.close()  # gives a connection whose answer has been read to the pool, drops any other
+        if answer is None and not refused:
+            raise EngineUnavailable("too_large", f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
         pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
-        return EngineAnswer(response.status, pairs, bytes(answer), cut_off)
+        return EngineAnswer(response.status, pairs, answer or b"", cut_off=answer is None)
+
+
+async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
+    """The body; None, and the rest unread, where it has more bytes than ``limit``."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit:
+            return None
+    return bytes(body)
 
 
 def _session(**pool: Any) -> aiohttp.ClientSession:

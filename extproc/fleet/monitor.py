@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import msgspec
 
+from extproc.enginehttp import read_at_most
 from extproc.fleet.engines import Engine, Report
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.names import FleetNames
@@ -91,7 +92,7 @@ class Monitor:
         problem = ""
         try:
             async with client.get(engine.url + self._settings.health.path, allow_redirects=False) as response:
-                await _read(response)
+                await read_at_most(response, _MAX_BYTES)
             if response.status >= 500:
                 problem = f"health {response.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -139,20 +140,10 @@ class Monitor:
         headers = {"authorization": f"Bearer {engine.api_key}"} if engine.api_key else {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with client.get(engine.url + path, headers=headers, allow_redirects=False) as response:
-                content = await _read(response)
+                content = await read_at_most(response, _MAX_BYTES)
             if response.status == 200 and content is not None:
                 return content.decode("utf-8", "replace")
         return None
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes | None:
-    """The body; None, and the rest unread, where it is too large."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > _MAX_BYTES:
-            return None
-    return bytes(content)
 
 
 def _in_a_word(error: Exception) -> str:

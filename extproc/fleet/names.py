@@ -20,7 +20,7 @@ class FleetNames(AbstractResolver):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._system = aiohttp.DefaultResolver()
+        self._system = aiohttp.ThreadedResolver()  # holds nothing that has to be closed
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
