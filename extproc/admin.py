@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -31,6 +31,7 @@ from extproc.picking import STALE_S
 from extproc.release import ReleaseService
 from extproc.service import Service
 
+_DRAIN_POLL_S: Final = 0.1
 _NOT_KEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -53,11 +54,14 @@ def application(service: Service, releases: ReleaseService, why_not_ready: Calla
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def fleet(_: Request) -> Response:
-        accounts = releases.accounts
+        accounts, handoffs = releases.accounts, service.endings.open_handoffs()
         return _json(
             {
                 "version": __version__,
-                "engines": [describe(engine) for role in ROLES for engine in service.fleet.engines(role)],
+                "engines": [
+                    describe(engine, handoffs[engine]) for role in ROLES for engine in service.fleet.engines(role)
+                ],
+                "sources": [source._asdict() for source in service.fleet.sources],
                 "in_flight": service.in_flight,
                 "releases": {
                     "requested": accounts.requested,
@@ -81,9 +85,19 @@ def application(service: Service, releases: ReleaseService, why_not_ready: Calla
         name, action = request.path_params["name"], request.path_params["action"]
         if action not in ("drain", "undrain"):
             return PlainTextResponse("use drain or undrain\n", status_code=404)
-        if not service.fleet.drain(name, action == "drain"):
+        wait_s = request.query_params.get("wait_s", "0")
+        if not re.fullmatch("[0-9]{1,5}", wait_s):
+            return PlainTextResponse("wait_s: expected a number of seconds\n", status_code=400)
+        engines = service.fleet.drain(name, action == "drain")
+        if not engines:
             return PlainTextResponse(f"there is no engine called {name!r}\n", status_code=404)
-        return PlainTextResponse(f"{name}: {action}ed\n")
+        if action == "undrain":
+            return PlainTextResponse(f"{name}: undrained\n")
+        deadline = time.monotonic() + int(wait_s)
+        while (left := _left(service, engines)) and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        status = 503 if left and int(wait_s) else 200
+        return PlainTextResponse(f"{name}: {left or 'drained'}\n", status_code=status)
 
     return Starlette(
         routes=[
@@ -96,6 +110,15 @@ def application(service: Service, releases: ReleaseService, why_not_ready: Calla
             Route("/exchanges", exchanges),
         ]
     )
+
+
+def _left(service: Service, engines: Sequence[Engine]) -> str:
+    """What drained engines still have to do for this process, in words; empty where they may be stopped."""
+    handoffs = service.endings.open_handoffs()
+    running, held = sum(engine.inflight for engine in engines), sum(handoffs[engine] for engine in engines)
+    if not running and not held:
+        return ""
+    return f"draining, {running} running, {held} handed over to requests that have not ended"
 
 
 def page_policy(page: str) -> str:
@@ -147,8 +170,11 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def describe(engine: Engine) -> dict[str, Any]:
-    """One engine as JSON: what it is, how it is doing, what it has to do. Load is left out when its report is old."""
+def describe(engine: Engine, handoffs: int = 0) -> dict[str, Any]:
+    """One engine as JSON: what it is, how it is doing, what it has to do. Load is left out when its report is old.
+
+    ``handoffs``: what it handed over to requests that have not ended, and may still hold blocks for.
+    """
     now = time.monotonic()
     described: dict[str, Any] = {
         "name": engine.name,
@@ -161,6 +187,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "state": engine.state(now),
         "reason": engine.health.reason if engine.state(now) in ("unhealthy", "ejected") else None,
         "inflight": engine.inflight,
+        "handoffs": handoffs,
         "reserved_tokens": engine.reserved_tokens,
         "picked": engine.picked,
     }

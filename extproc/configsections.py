@@ -182,7 +182,8 @@ class Fleet(EngineLists):
     resolve_s: Seconds = 5.0
     """How often engine names are looked up again; DNS discovery follows the records' TTL, but not faster than 1 s."""
     file: Path | None = None
-    """A YAML file with ``prefill`` and ``decode`` lists, read again whenever it changes. A bad file changes nothing."""
+    """A YAML file with ``prefill`` and ``decode`` lists, read again whenever it changes. A bad file changes nothing. A
+    relative path, like all others here, starts at the directory that the service was started in."""
     dns: list[Dns] = []
     """Names to discover engines by."""
     dns_servers: list[DnsServer] = []

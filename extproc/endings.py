@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,7 @@ from extproc.ticket import MAX_CHARS, Ticket, TicketError, TicketSigner
 if TYPE_CHECKING:
     from extproc.configsections import Release
     from extproc.connectors import Handoff
+    from extproc.fleet.engines import Engine
     from extproc.fleet.fleet import Fleet
     from extproc.releaseways import ReleaseWays
     from extproc.telemetry.metrics import Metrics
@@ -140,6 +142,11 @@ class Endings:
     def let_go(self, handoff: Handoff) -> None:
         """We leave, the request goes on: another replica hears of its end."""
         self._on_their_way.pop(id(handoff), None)
+
+    def open_handoffs(self) -> Counter[Engine]:
+        """By prefiller: how many requests of this process have not ended, and may still read its blocks."""
+        waiting: Iterable[_Dispatched | _Settling] = (*self._on_their_way.values(), *self._settling.values())
+        return Counter(one.handoff.prefiller for one in waiting)
 
     @property
     def _trusts_log(self) -> bool:

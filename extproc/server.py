@@ -86,6 +86,7 @@ class Server:
         stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
         fleet = Fleet(config.fleet, policies(config))
         fleet.update("configuration", engines.specs(config.fleet, config.fleet))
+        sources = _sources(fleet)  # known before anybody asks for the fleet
         metrics.watch(fleet)
         client = await stack.enter_async_context(
             EngineClient(
@@ -117,11 +118,8 @@ class Server:
             "monitor": Monitor(fleet).run,
             "readiness": self._serve_when_ready,
             "loop lag": functools.partial(looplag.sample, metrics.loop_lag),
+            **sources,
         }
-        if config.fleet.file:
-            runners["file"] = FileSource(fleet, config.fleet.file).run
-        for number, entry in enumerate(config.fleet.dns, 1):  # two of them may share a name, or a role
-            runners[f"dns {number} {entry.name}"] = DnsSource(fleet, entry).run
         self._background = [asyncio.create_task(_endless(name, runner), name=name) for name, runner in runners.items()]
         log.info("listening", grpc=config.grpc.listen, grpc_port=self.grpc_port, admin_port=self.admin_port or None)
 
@@ -205,6 +203,8 @@ class Server:
             return "starting"
         if self._knows_engines:
             return None
+        if starting := self.service.fleet.starting:
+            return f"no word yet from {starting[0]}"
         decoders, prefillers = (self.service.fleet.engines(role) for role in ("decode", "prefill"))
         if not any(engine.address for engine in decoders):
             return "no decode engine has an address"
@@ -228,6 +228,16 @@ class Server:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _sources(fleet: Fleet) -> dict[str, Callable[[], Awaitable[None]]]:
+    """What follows the watched file and each DNS name."""
+    found: dict[str, Callable[[], Awaitable[None]]] = {}
+    if fleet.settings.file:
+        found["file"] = FileSource(fleet, fleet.settings.file).run
+    for number, entry in enumerate(fleet.settings.dns, 1):  # two of them may share a name, or a role
+        found[f"dns {number} {entry.name}"] = DnsSource(fleet, entry).run
+    return found
 
 
 async def _endless(name: str, runner: Callable[[], Awaitable[None]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
@@ -21,6 +22,9 @@ from extproc.pb.envoy.config.endpoint.v3 import endpoint_components_pb2, endpoin
 from extproc.pb.envoy.service.discovery.v3 import discovery_pb2
 from extproc.pb.envoy.service.endpoint.v3 import eds_pb2_grpc
 from extproc.telemetry.logs import log
+
+_PATIENCE_S: Final = 10.0
+"""For sources and names that fail from the start: within the 15 s that Envoy waits for its first endpoints."""
 
 TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
@@ -62,7 +66,8 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
         self._versions = itertools.count(1)
         self._closing = False
         self._streams: set[asyncio.Event] = set()  # what wakes each
-        self._seen_any = False
+        self._complete = False
+        self._patient_until = time.monotonic() + _PATIENCE_S
 
     async def StreamEndpoints(  # noqa: N802 (gRPC's name)
         self,
@@ -79,10 +84,10 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
         try:
             while not reader.done() and not self._closing:
                 waiting = asyncio.create_task(changed.wait())
-                await asyncio.wait({waiting, reader}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({waiting, reader}, timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
                 changed.clear()
-                if not subscription.names or not self._knows_any():
+                if not subscription.names or not self._knows_the_fleet():
                     continue
                 response = self._response(subscription)
                 content = b"".join(resource.value for resource in response.resources)
@@ -115,10 +120,22 @@ class EndpointDiscovery(eds_pb2_grpc.EndpointDiscoveryServiceServicer):
                 subscription.asked_anew = True
                 changed.set()
 
-    def _knows_any(self) -> bool:
-        """Whether there has ever been a decoder. One that has just started must not empty an Envoy that knows some."""
-        self._seen_any = self._seen_any or any(engine.address for engine in self._fleet.engines("decode"))
-        return self._seen_any
+    def _knows_the_fleet(self) -> bool:
+        """Whether all decoders have ever been known at once: every source has told its own, and every name its address.
+
+        A service that has just started must not take decoders from an Envoy that knows them already from another one.
+        What fails from the start is not waited for without an end, but there must be one decoder at least.
+        """
+        if not self._complete:
+            addresses = [engine.address for engine in self._fleet.engines("decode")]
+            out_of_patience = time.monotonic() >= self._patient_until
+            self._complete = any(addresses) and (out_of_patience or (all(addresses) and not self._fleet.awaited))
+        return self._complete
+
+    def _patience(self) -> float | None:
+        """Seconds for which the whole fleet is still waited for; None where it is not."""
+        left = self._patient_until - time.monotonic()
+        return None if self._complete or left <= 0 else left
 
     def _response(self, subscription: _Subscription) -> discovery_pb2.DiscoveryResponse:
         decoders = self._fleet.engines("decode")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc import config, configsections
 from extproc.fleet.engines import ROLES, Engine, Reservation, Role, Spec, canonical
@@ -18,6 +18,14 @@ Pairing = tuple[str, str]
 _KEPT_AFTER_REMOVAL_S: Final = 600.0
 
 
+class Source(NamedTuple):
+    """Where engines come from, how many it lists, and why its last word is not in force (None: it is)."""
+
+    name: str
+    engines: int
+    problem: str | None
+
+
 class Fleet:
     """Engines by role. Everything here is synchronous: a burst of picks never sees the same stale load.
 
@@ -29,6 +37,8 @@ class Fleet:
         self._policies = policies
         self._engines: dict[tuple[Role, str], Engine] = {}
         self._sources: dict[str, dict[tuple[Role, str], Spec]] = {}
+        self._problems: dict[str, str] = {}
+        self._awaited: set[str] = set()
         self._retired: dict[Engine, float] = {}
         self._turns: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self.picks: dict[Role, int] = dict.fromkeys(ROLES, 0)
@@ -40,13 +50,42 @@ class Fleet:
 
     # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def expect(self, source: str) -> None:
+        """There is a source that has not told its engines yet."""
+        self._awaited.add(source)
+
+    def report(self, source: str, problem: str | None) -> None:
+        """Why a source's last word could not be taken over, so that its engines stay as they were; None: it was."""
+        if problem is None:
+            self._problems.pop(source, None)
+        else:
+            self._problems[source] = problem
+
+    @property
+    def sources(self) -> list[Source]:
+        names = dict.fromkeys((*self._sources, *sorted(self._awaited)))
+        return [Source(name, len(self._sources.get(name, ())), self._problems.get(name)) for name in names]
+
+    @property
+    def awaited(self) -> list[str]:
+        """Sources that have not told their engines yet, those that fail included: the fleet is not all there."""
+        return sorted(self._awaited)
+
+    @property
+    def starting(self) -> list[str]:
+        """Those of them that may still do so at any moment."""
+        return sorted(self._awaited - self._problems.keys())
+
     def update(self, source: str, specs: Iterable[Spec]) -> None:
         """The engines that a source knows now. An engine that stays keeps its load, its health and its address."""
+        told_at_last = source in self._awaited
+        self._awaited.discard(source)
+        self.report(source, None)
         self._sources[source] = {(spec.role, spec.url): spec for spec in specs}
         wanted: dict[tuple[Role, str], Spec] = {}
         for known in self._sources.values():
             wanted.update(known)
-        changed = False
+        changed = told_at_last
         now = time.monotonic()
         for key in [key for key in self._engines if key not in wanted]:
             engine = self._engines.pop(key)
@@ -108,15 +147,15 @@ class Fleet:
     def _at(role: Role, endpoint: str, engines: Iterable[Engine]) -> Engine | None:
         return next((engine for engine in engines if engine.role == role and engine.endpoint == endpoint), None)
 
-    def drain(self, name: str, drained: bool) -> bool:
-        """An operator takes every engine of this name out, or back in. False where there is none."""
+    def drain(self, name: str, drained: bool) -> list[Engine]:
+        """An operator takes every engine of this name out, or back in. Returns them."""
         named = [engine for engine in self._engines.values() if engine.name == name]
         for engine in named:
             engine.drained = drained
             log.info("engine drained" if drained else "engine undrained", engine=name, role=engine.role)
         if named:
             self.changed()
-        return bool(named)
+        return named
 
     # ── picking ───────────────────────────────────────────────────────────────────────────────────────────────────
 

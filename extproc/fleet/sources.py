@@ -42,6 +42,8 @@ class FileSource:
     def __init__(self, fleet: Fleet, path: Path) -> None:
         self._fleet = fleet
         self._path = path
+        self._source = f"file {path}"
+        fleet.expect(self._source)
         self._in_force: bytes | None = None
         self._seen: bytes | None = None
         self._refused: tuple[bytes, str] | None = None
@@ -58,6 +60,7 @@ class FileSource:
             looking = daemonthread.start(self._look, "fleet file")  # a large file takes its time to parse
             if not (await asyncio.wait({looking}, timeout=_FILE_PATIENCE_S))[0]:
                 self._complain("cannot be read: no answer from its file system")
+                self._fleet.report(self._source, self.problem)
             self._take_over(await looking)
             await asyncio.sleep(_FILE_POLL_S)
 
@@ -92,7 +95,8 @@ class FileSource:
     def _take_over(self, listed: configsections.EngineLists | None) -> None:
         if listed is not None:
             self.problem, self._complaint = None, ""
-            self._fleet.update(f"file {self._path}", specs(self._fleet.settings, listed))
+            self._fleet.update(self._source, specs(self._fleet.settings, listed))
+        self._fleet.report(self._source, self.problem)
 
     def _parse(self, text: bytes) -> configsections.EngineLists:
         values = configtext.parse_yaml(text)  # its errors show no values: the file may hold keys
@@ -121,7 +125,8 @@ class DnsSource:
     def __init__(self, fleet: Fleet, settings: configsections.Dns) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._source = f"dns {next(_NUMBERS)}"
+        self._source = f"dns {next(_NUMBERS)} {settings.name}"
+        fleet.expect(self._source)
         self._resolver = resolver(fleet.settings.dns_servers)
         self._known: dict[tuple[str, str], list[str]] = {}
         self._failing = False
@@ -134,6 +139,7 @@ class DnsSource:
             if not self._failing:
                 log.warning("DNS discovery fails; engines stay", name=self._settings.name, error=type(error).__name__)
             self._failing = True
+            self._fleet.report(self._source, f"look-up failed: {type(error).__name__}")
             return _MIN_TTL_S
         if self._failing:
             self._failing = False

@@ -57,6 +57,7 @@ OUTCOMES: Final = tuple(Outcome)
 CONNECTOR_NAMES: Final = get_args(ConnectorName)
 ENGINE_ROLES: Final = ROLES
 ENGINE_STATES: Final = ("ready", "ejected", "unhealthy", "draining", "unresolved")
+SOURCE_STATES: Final = ("ok", "failing")
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 

@@ -202,6 +202,16 @@ class _FleetCollector(Collector):
             by_state.add_metric([role, state], states[role, state])
         yield by_state
 
+        sources = GaugeMetricFamily(
+            "extproc_fleet_sources",
+            "Where engines come from: configuration, file and DNS names. One that fails keeps the engines that it had.",
+            labels=["state"],
+        )
+        failing = [source.problem is not None for source in self.fleet.sources] if self.fleet else []
+        for state in labels.SOURCE_STATES:
+            sources.add_metric([state], failing.count(state == "failing"))
+        yield sources
+
         requests = GaugeMetricFamily("extproc_engine_requests", "Requests that engines hold for us.", labels=["role"])
         picks = CounterMetricFamily("extproc_picks", "Engines picked for a leg.", labels=["role"])
         for role in labels.ENGINE_ROLES:

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 from unittest.mock import ANY
 
@@ -25,7 +26,7 @@ from extproc.errors import ConfigError
 from extproc.server import Server
 from tests.grpc.stand import JSON, Stand, through
 from tests.support.engines import Answer, RecordedRequest, answer_prefill
-from tests.support.gateway import until
+from tests.support.gateway import CHAT, CHAT_BODY, until, until_async
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -146,6 +147,7 @@ async def test_the_fleet(admin: httpx.AsyncClient, stand: Stand) -> None:
             "dropped": 0,
         },
     }
+    assert told["sources"] == [{"name": "configuration", "engines": 4, "problem": None}]
     engines = [("prefill", engine) for engine in stand.prefillers] + [("decode", engine) for engine in stand.decoders]
     assert [(told["name"], told["role"], told["endpoint"]) for told in told["engines"]] == [
         (f"{role}-{number % 2 + 1}", role, engine.endpoint) for number, (role, engine) in enumerate(engines)
@@ -161,6 +163,7 @@ async def test_the_fleet(admin: httpx.AsyncClient, stand: Stand) -> None:
         "state": "ready",
         "reason": None,
         "inflight": 0,
+        "handoffs": 0,
         "reserved_tokens": 0,
         "picked": ANY,
     } | {key: ANY for key in ("waiting", "running", "kv_usage") if key in told["engines"][0]}
@@ -232,6 +235,90 @@ async def test_a_drained_engine_gets_no_new_requests(stand: Stand, admin: httpx.
     back, other = (len(engine.requests) for engine in stand.prefillers)
     assert back > 0
     assert back + other == 8
+
+
+async def test_a_drain_tells_what_is_left_and_can_be_waited_for() -> None:
+    """Running prefills, and then what was handed over: an engine that is stopped before loses those requests."""
+    async with Stand.standing({"life": {"notice_s": 0, "drain_s": 30}}, prefill=1, decode=1) as stand:
+        going_on = asyncio.Event()
+
+        async def held(request: RecordedRequest) -> Answer:
+            await going_on.wait()
+            return answer_prefill(request)
+
+        stand.prefillers[0].respond = held
+        url = f"{stand.admin_url}/fleet/prefill-1/drain"
+
+        async def drained(query: str = "") -> tuple[int, str]:
+            answer = await stand.client.post(url + query)
+            return answer.status_code, answer.text
+
+        async with stand.envoy("BUFFERED") as envoy:
+            asking = asyncio.create_task(envoy.request("POST", CHAT, JSON, CHAT_BODY))
+            await stand.prefillers[0].wait_for(1)
+            busy = "prefill-1: draining, 1 running, 0 handed over to requests that have not ended\n"
+            assert await drained() == (200, busy)
+            assert await drained("?wait_s=1") == (503, busy)
+            waiting = asyncio.create_task(drained("?wait_s=30"))
+            going_on.set()
+            exchange = await asking
+            await exchange.response(200)
+            handed_over = "prefill-1: draining, 0 running, 1 handed over to requests that have not ended\n"
+            assert await drained() == (200, handed_over)
+            (engine, _) = (await stand.client.get(f"{stand.admin_url}/fleet")).json()["engines"]
+            assert (engine["inflight"], engine["handoffs"]) == (0, 1)
+            assert not waiting.done()
+            await exchange.finish()
+            assert await waiting == (200, "prefill-1: drained\n")
+            assert await drained() == (200, "prefill-1: drained\n")
+
+
+@pytest.mark.parametrize("wait", ["", "x", "-1", "1.5", "123456"])
+async def test_a_wait_that_is_no_number_drains_nothing(stand: Stand, admin: httpx.AsyncClient, wait: str) -> None:
+    answer = await admin.post(f"/fleet/prefill-1/drain?wait_s={wait}")
+    assert (answer.status_code, answer.text) == (400, "wait_s: expected a number of seconds\n")
+    assert stand.server is not None
+    assert not any(engine.draining for engine in stand.server.service.fleet.engines())
+
+
+async def test_why_a_source_of_engines_is_not_in_force(tmp_path: Path) -> None:
+    """In /fleet and in the metrics, from the moment on that it fails until it is mended."""
+    file = tmp_path / "fleet.yaml"
+    file.write_text("decode: [{url: 'http://127.0.0.1:10', name: decode-2}]")
+    values = _values()
+    values["fleet"]["file"] = str(file)
+    async with Server(build(values)) as server, httpx.AsyncClient(trust_env=False) as client:
+        admin = f"http://{HOST}:{server.admin_port}"
+
+        async def sources() -> dict[str, tuple[int, str | None]]:
+            listed = (await client.get(f"{admin}/fleet")).json()["sources"]
+            return {source["name"]: (source["engines"], source["problem"]) for source in listed}
+
+        async def counted() -> dict[str, float]:
+            text = (await client.get(f"{admin}/metrics")).text
+            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            return {s.labels["state"]: s.value for s in samples if s.name == "extproc_fleet_sources"}
+
+        async def becomes(problem: str | None) -> None:
+            async def is_so() -> bool:
+                return await sources() == {"configuration": (1, None), f"file {file}": (1, problem)}
+
+            await until_async(is_so)
+
+        await becomes(None)
+        assert await counted() == {"ok": 2, "failing": 0}
+        good = file.read_text()
+        for text, problem in (
+            ("decode: [{url: nonsense}]", "decode[0].url: expected a URL like http://host:port"),
+            (good, None),
+            ("decode: [", "not YAML: line 1, column 10: expected the node content, but found '<stream end>'"),
+        ):
+            file.write_text(text)
+            await becomes(problem)
+            assert await counted() == ({"ok": 2, "failing": 0} if problem is None else {"ok": 1, "failing": 1})
+            assert [engine.name for engine in server.service.fleet.engines()] == ["decode-1", "decode-2"]
+        file.write_text("decode: [{url: 'http://127.0.0.1:11', name: decode-3}]")
+        await becomes(None)
 
 
 async def test_drain_needs_an_engine_and_an_action(admin: httpx.AsyncClient) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -275,6 +276,51 @@ async def test_a_service_that_knows_no_decoder_yet_does_not_empty_an_envoy() -> 
         assert assignments(await envoy.next()) == {"decode": {"10.0.2.1 8000": "HEALTHY"}}
         one.fleet.update("test", [])  # now it does know
         assert assignments(await envoy.next()) == {"decode": {}}
+
+
+async def test_nor_one_that_knows_some_of_its_decoders_yet() -> None:
+    """A restarted worker must not take decoders from an Envoy: it waits for every source, and every name."""
+    async with served(*specs("decode", 1)) as one:
+        one.fleet.expect("file")
+        one.fleet.expect("dns")
+        envoy = one.envoy()
+        await envoy.ask("decode")
+        one.fleet.update("file", [spec("decode", 2)])
+        one.fleet.report("dns", "look-up failed")  # it may know some, too
+        one.fleet.update("dns", [spec("decode", 3, url="http://name:8000")])
+        named(one.fleet, "decode-3").address = "10.0.2.3"
+        one.fleet.changed()
+        assert list(assignments(await envoy.next())["decode"]) == ["10.0.2.1 8000", "10.0.2.2 8000", "10.0.2.3 8000"]
+        one.fleet.update("file", [spec("decode", 2), spec("decode", 4, url="http://slow-name:8000")])
+        await envoy.nothing_comes()
+        one.fleet.update("file", [])  # now all are known, and one that is not resolved holds up nothing
+        assert list(assignments(await envoy.next())["sentinel"]) == ["10.0.2.1 8000", "10.0.2.3 8000"]
+
+
+@pytest.mark.parametrize("fails", ["a source", "a name"])
+async def test_what_fails_from_the_start_is_not_waited_for_without_an_end(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.fleet.eds._PATIENCE_S", 0.5)
+    names = [spec("decode", 2, url="http://not-resolved:8000")] if fails == "a name" else []
+    async with served(spec("decode", 1), *names) as one:
+        if fails == "a source":
+            one.fleet.expect("dns")
+            one.fleet.report("dns", "look-up failed")
+        started = time.monotonic()
+        envoy = one.envoy()
+        await envoy.ask("decode")
+        assert assignments(await envoy.next()) == {"decode": {"10.0.2.1 8000": "HEALTHY"}}
+        assert time.monotonic() - started > 0.2
+
+
+async def test_a_source_without_any_engine_is_not_waited_for() -> None:
+    async with served(spec("decode", 1)) as one:
+        one.fleet.expect("file")
+        envoy = one.envoy()
+        await envoy.ask("decode")
+        one.fleet.update("file", [])
+        assert assignments(await envoy.next()) == {"decode": {"10.0.2.1 8000": "HEALTHY"}}
 
 
 async def test_a_service_that_leaves_ends_the_stream_in_peace() -> None:

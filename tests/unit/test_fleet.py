@@ -68,6 +68,24 @@ def test_a_source_that_knows_the_address_now_decides_it() -> None:
     assert named(fleet, "decode-1").endpoint == "10.0.0.2:8000"
 
 
+def test_sources_are_awaited_until_they_have_told_their_engines() -> None:
+    fleet = fleet_of(spec("decode", 1))
+    fleet.expect("file")
+    fleet.expect("dns")
+    assert (fleet.awaited, fleet.starting) == (["dns", "file"], ["dns", "file"])
+    fleet.report("dns", "look-up failed")
+    assert (fleet.awaited, fleet.starting) == (["dns", "file"], ["file"])
+    assert fleet.sources == [("test", 1, None), ("dns", 0, "look-up failed"), ("file", 0, None)]
+    heard: list[str] = []
+    fleet.on_change(lambda: heard.append("changed"))
+    fleet.update("file", [])
+    assert (fleet.awaited, fleet.starting, heard) == (["dns"], [], ["changed"])
+    fleet.update("dns", [spec("decode", 2)])
+    assert (fleet.awaited, fleet.sources[-1]) == ([], ("dns", 1, None))
+    fleet.report("dns", "look-up failed")  # its engines stay
+    assert (fleet.awaited, fleet.sources[-1]) == ([], ("dns", 1, "look-up failed"))
+
+
 def test_listeners_hear_of_changes_and_of_nothing_else() -> None:
     fleet = fleet_of(spec("decode", 1))
     heard: list[int] = []

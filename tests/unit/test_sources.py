@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc import configsections
+from extproc import config, configsections
 from extproc.fleet.discovery import Resolver
 from extproc.fleet.engines import Engine
 from extproc.fleet.fleet import Fleet
@@ -148,6 +148,7 @@ def test_a_bad_file_keeps_the_fleet_and_says_why(
         watched.read()
     assert watched.fleet.engines() == engines
     assert problem in (watched.source.problem or "")
+    assert watched.fleet.sources[-1] == (f"file {watched.path}", 2, watched.source.problem)
     logged = capsys.readouterr().out
     assert logged.count("fleet file not taken over") == 1  # not with every look
     assert "sk-secret" not in logged
@@ -155,6 +156,21 @@ def test_a_bad_file_keeps_the_fleet_and_says_why(
     watched.path.write_text(lists(3))
     watched.read()
     assert (watched.decoders, watched.source.problem) == (["decode-3"], None)
+    assert watched.fleet.sources[-1] == (f"file {watched.path}", 1, None)
+
+
+def test_a_relative_path_is_taken_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the configuration's: as all its other paths."""
+    (tmp_path / "fleets").mkdir()
+    (tmp_path / "fleets" / "fleet.yaml").write_text(lists(1))
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "extproc.yaml").write_text("fleet: {file: fleets/fleet.yaml}")
+    monkeypatch.chdir(tmp_path)
+    path = config.load("conf/extproc.yaml").fleet.file
+    assert path is not None
+    watched = Watched(path)
+    watched.read()
+    assert (watched.decoders, watched.source.problem) == (["decode-1"], None)
 
 
 def test_a_bad_file_that_is_put_right_again_is_in_force(watched: Watched) -> None:
@@ -400,6 +416,8 @@ async def test_engines_stay_while_the_server_fails(
     for _ in range(3):
         assert await source.refresh() == 1
     assert urls(fleet) == ["http://10.0.0.1:8000"]
+    (_, told) = fleet.sources
+    assert (told.engines, told.problem) == (1, "look-up failed: NoNameservers")
     output = capsys.readouterr().out
     assert output.count("DNS discovery fails; engines stay") == 1
     server.fail("engines.test", None)
