@@ -7,9 +7,7 @@ import base64
 import contextlib
 import hashlib
 import ipaddress
-import os
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.resources import files
@@ -23,9 +21,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from extproc import __version__
-from extproc.configtypes import split_listen
-from extproc.errors import ConfigError
+from extproc import __version__, listening
 from extproc.fleet.engines import ROLES, Engine
 from extproc.picking import STALE_S
 from extproc.release import ReleaseService
@@ -219,7 +215,7 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Any, listen: str) -> AsyncIterator[int]:
     """Serve an ASGI application in the running loop; yields the bound port. Raises ConfigError if it cannot bind."""
-    with _bound(listen) as listener:
+    with listening.bound("admin.listen", listen) as listener:
         config = uvicorn.Config(
             app, log_config=None, access_log=False, date_header=False, lifespan="off", timeout_graceful_shutdown=1
         )
@@ -230,13 +226,3 @@ async def serving(app: Any, listen: str) -> AsyncIterator[int]:
         finally:
             server.ended.set()
             await task
-
-
-def _bound(listen: str) -> socket.socket:
-    host, port = split_listen(listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ConfigError(f"admin.listen: {listen} cannot be bound: {reason}") from None

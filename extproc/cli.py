@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -117,6 +118,8 @@ def _register() -> None:
 
 def main() -> None:
     """Entry point of the ``extproc`` script: configuration errors end with status 2 and no traceback."""
+    # gRPC writes past our log, a line for each handshake that fails. It looks at this once, when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _register()
     try:
         app()

@@ -8,7 +8,6 @@ the key.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from extproc import configtext
+from extproc import configenv, configtext
 from extproc.configsections import (
     Admin,
     EngineLists,
@@ -34,9 +33,6 @@ from extproc.configsections import (
 from extproc.configtext import parse_yaml
 from extproc.errors import ConfigError
 
-ENV_PREFIX = "EXTPROC_"
-ENV_NESTING = "__"
-
 
 class Config(BaseSettings):
     """The whole file. Build one with :func:`load`, or from keyword arguments in tests."""
@@ -44,8 +40,8 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(
         extra="forbid",
         frozen=True,
-        env_prefix=ENV_PREFIX,
-        env_nested_delimiter=ENV_NESTING,
+        env_prefix=configenv.PREFIX,
+        env_nested_delimiter=configenv.NESTING,
         env_ignore_empty=True,  # EXTPROC_FLEET__API_KEY= is how compose files and charts write "none"
         env_parse_none_str="null",
         nested_model_default_partial_update=True,
@@ -91,33 +87,18 @@ def load(path: Path | str) -> Config:
 def build(values: dict[str, Any], *, source: str = "configuration") -> Config:
     """Validate already parsed values (environment still wins). Raises ConfigError."""
     values = {key: value for key, value in values.items() if value is not None}  # a section of comments only
-    problems = list(_unknown_environment(os.environ))
+    problems = list(configenv.unknown(os.environ, Config))
     try:
         config = Config(**values)
     except ValidationError as error:
-        problems += configtext.explain(error, Config)
+        problems += [configenv.line(os.environ, source, *fault) for fault in configtext.faults(error, Config)]
     except SettingsError as error:
-        problems += _bad_environment(error)
+        problems += configenv.unparsable(os.environ, Config, error)
     if problems:
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
+        raise ConfigError("\n".join(problems))
     return config
 
 
 def explain(error: ValidationError) -> list[str]:
     """One line for each key at fault in a watched fleet file. Values are not shown: they may be secrets."""
     return configtext.explain(error, EngineLists)
-
-
-def _unknown_environment(environment: Mapping[str, str]) -> Iterator[str]:
-    # Kubernetes injects EXTPROC_SERVICE_HOST and the like for a Service of that name: only nested names are ours.
-    for name in environment:
-        section, nested, _ = name.upper().removeprefix(ENV_PREFIX).partition(ENV_NESTING)
-        if name.upper().startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
-            yield f"environment variable {name}: there is no section {section.lower()!r}"
-
-
-def _bad_environment(error: SettingsError) -> Iterator[str]:
-    """A list or a section in the environment that is not JSON. The error names no more than the section."""
-    section = next((name for name in Config.model_fields if f'"{name}"' in str(error)), "")
-    for name in configtext.unparsable(f"{ENV_PREFIX}{section}".lower(), os.environ):
-        yield f'environment variable {name}: expected JSON, like [{{"url": "http://host:port"}}]'

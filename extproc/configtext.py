@@ -6,8 +6,7 @@ No text that comes out of here shows a value: values may be secrets.
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -66,27 +65,20 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line for each key at fault in the values of a ``model``."""
-    return [_explain(detail, model) for detail in error.errors(include_url=False, include_input=False)]
+    return [problem for _, problem in faults(error, model)]
 
 
-def unparsable(prefix: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Names of the environment variables under ``prefix`` (in lower case) whose value is not JSON."""
-    for name, value in environment.items():
-        if name.lower() == prefix or name.lower().startswith(f"{prefix}__"):
-            try:
-                json.loads(value)
-            except ValueError:
-                yield name
-
-
-def _explain(detail: Any, model: type[BaseModel]) -> str:
-    key = _dotted(detail["loc"]) or "file"
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key{_suggestion(detail['loc'], model)}"
-    if kind == "missing":
-        return f"{key}: required"
-    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"
+def faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[Sequence[int | str], str]]:
+    """For each key at fault: where the value stands (of a missing one, what it is missing in), and the line."""
+    for detail in error.errors(include_url=False, include_input=False):
+        location, kind = detail["loc"], detail["type"]
+        key = _dotted(location) or "file"
+        if kind == "extra_forbidden":
+            yield location, f"{key}: unknown key{_suggestion(location, model)}"
+        elif kind == "missing":
+            yield location[:-1], f"{key}: required"
+        else:
+            yield location, f"{key}: {detail['msg'].removeprefix('Value error, ')}"
 
 
 def _dotted(location: Sequence[int | str]) -> str:

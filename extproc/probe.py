@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_p
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 
 _REFUSES: Final = "answers by itself"
+_HINT_S: Final = 2.0
 
 
 class ProbeError(ExtprocError):
@@ -217,6 +220,17 @@ class TlsFiles:
             ca, key, certificate = (path and path.read_bytes() for path in (self.ca, self.key, self.certificate))
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # gRPC takes any bytes, and fails each handshake then
+        try:
+            context.load_verify_locations(self.ca)
+        except ssl.SSLError:
+            raise ConfigError(f"--ca: {self.ca} holds no PEM certificates") from None
+        if self.certificate and self.key:
+            try:
+                context.load_cert_chain(self.certificate, self.key, password="")
+            except ssl.SSLError:
+                problem = "are no PEM certificate and its private key without a password"
+                raise ConfigError(f"--certificate, --key: {self.certificate} and {self.key} {problem}") from None
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
@@ -246,9 +260,53 @@ def run(target: str, files: Sequence[Path], *, timeout_s: float, tls: TlsFiles |
     with connect(target, tls) as channel:
         for request in requests:
             console.print(Text(f"{request.method} {request.path}", "bold"), f"({len(request.body)} bytes)")
-            for what, text in told(request, play(channel, request, timeout_s=timeout_s)):
+            try:
+                transcript = play(channel, request, timeout_s=timeout_s)
+            except ProbeError as error:
+                if error.code is grpc.StatusCode.UNAVAILABLE and (hint := why_unreachable(target, tls)):
+                    raise ProbeError(f"{error}\n{hint}", error.code) from None
+                raise
+            for what, text in told(request, transcript):
                 # Others' text, none of it markup.
                 console.print(Text.assemble(f"  {what:<18}", text, style="red" if what == _REFUSES else ""))
+
+
+def why_unreachable(target: str, tls: TlsFiles | None) -> str:
+    """What gRPC does not say of a failed connection, and what to do about it; empty where there is nothing to add."""
+    host, port = split_listen(target)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    shown = tls is not None and tls.certificate is not None
+    if tls is not None and tls.certificate and tls.key:
+        context.load_cert_chain(tls.certificate, tls.key, password="")
+    try:
+        with socket.create_connection((host, port), timeout=_HINT_S) as connection:
+            try:
+                with context.wrap_socket(connection) as wrapped:
+                    return _about_tls(wrapped, tls, shown=shown)
+            except (ssl.SSLError, ConnectionError, TimeoutError):
+                return "It does not speak TLS: leave out --ca." if tls else ""
+    except OSError as error:
+        return f"Nobody answers at {target} ({error.strerror or error}): is `extproc serve` running there?"
+
+
+def _about_tls(connection: ssl.SSLSocket, tls: TlsFiles | None, *, shown: bool) -> str:
+    """Of a service that does speak TLS. Since TLS 1.3 it says only after the handshake that it wants a certificate."""
+    try:
+        wants_certificate = not connection.recv(1)
+    except ssl.SSLError:
+        wants_certificate = True
+    except OSError:
+        wants_certificate = False
+    ours = "--certificate and --key, of an authority that its `grpc.tls.client_ca` trusts"
+    if tls is None:
+        return f"It speaks TLS: name the CA of its certificate with --ca{f', and {ours}' if wants_certificate else ''}."
+    if wants_certificate:
+        return f"It wants {'another' if shown else 'a'} client certificate: {ours}."
+    return (
+        f"It speaks TLS: is {tls.ca} the CA of its certificate, and is that made out to the name or address you gave?"
+    )
 
 
 def told(request: ProbeRequest, transcript: Transcript) -> Iterator[tuple[str, str]]:

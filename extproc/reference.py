@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from extproc import configtypes
-from extproc.config import ENV_NESTING, ENV_PREFIX, Config
+from extproc.config import Config
+from extproc.configenv import NESTING, PREFIX
 from extproc.telemetry.metrics import Metrics
 
 _MADE: Final = "<!-- Made by `python -m extproc.reference docs`; a test keeps it current. -->\n"
@@ -125,7 +126,7 @@ def _models_in(annotation: Any, several: bool = False) -> Iterator[tuple[type[Ba
 
 def _row(name: str, field: FieldInfo, paths: Sequence[str]) -> tuple[str, ...]:
     variables = [
-        f"`{ENV_PREFIX}{path.replace('.', ENV_NESTING).upper()}{ENV_NESTING}{name.upper()}`"
+        f"`{PREFIX}{path.replace('.', NESTING).upper()}{NESTING}{name.upper()}`"
         for path in paths
         if "[]" not in path and all(several for _, several in _models_in(field.annotation))
     ]

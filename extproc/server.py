@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from extproc import admin, ticket
+from extproc import admin, listening, ticket
 from extproc.config import Config
 from extproc.endings import AccessLogService, Endings
 from extproc.enginehttp import EngineClient
@@ -167,6 +167,7 @@ class Server:
 
     def _listen(self, server: grpc.aio.Server) -> int:
         settings = self.config.grpc
+        listening.check("grpc.listen", settings.listen)
         if settings.tls is None:
             return int(server.add_insecure_port(settings.listen))
         return int(server.add_secure_port(settings.listen, Certificates(settings.tls).credentials()))

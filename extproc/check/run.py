@@ -113,7 +113,11 @@ async def _check_worker(config: Config, subject: str, client: httpx.AsyncClient,
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     serving = await (_is_serving(target) if config.grpc.tls is None else _speaks_tls(host, port))
     if serving is None:
-        findings.note("service_down", subject, f"it does not run at {target}", "start it: `extproc serve`")
+        if await _is_taken(host, port):
+            text = f"what answers at {target} is not this service as configured"
+            findings.warning("service_down", subject, text, "is `grpc.tls` the same there? Else change `grpc.listen`")
+        else:
+            findings.note("service_down", subject, f"it does not run at {target}", "start it: `extproc serve`")
         return
     reason = await _why_not_ready(config, client)
     if serving and not reason:
@@ -127,6 +131,16 @@ def _here(listen: str) -> tuple[str, int]:
     """Where this machine reaches a listener."""
     host, port = split_listen(listen)
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+
+
+async def _is_taken(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 async def _is_serving(target: str) -> bool | None:

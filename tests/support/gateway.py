@@ -173,7 +173,9 @@ class Gateway:
     def _instance(self, name: str, values: Mapping[str, Any]) -> Instance:
         grpc, admin = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
         file = self.directory / f"{name}.yaml"
-        file.write_text(yaml.safe_dump({**values, "grpc": {"listen": grpc}, "admin": {"listen": admin}}))
+        file.write_text(
+            yaml.safe_dump({**values, "grpc": values["grpc"] | {"listen": grpc}, "admin": {"listen": admin}})
+        )
         command = [sys.executable, "-m", "extproc", "serve", "--config", str(file)]
         log = self.directory / f"{name}.log"
         process = Process(command, log=log, name=name, ready=f"http://{admin}/readyz", ready_timeout_s=90)

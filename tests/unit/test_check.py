@@ -687,6 +687,8 @@ async def test_a_service_with_tls(tmp_path: Path) -> None:
         # One that speaks plain text there is not this one.
         findings = await _service(grpc={"listen": admin, "tls": tls}, admin={"listen": admin})
         assert "service_down" in codes(findings)
+        findings = await _service(grpc={"listen": grpc}, admin={"listen": admin})
+        assert one(findings, "service_down").text == f"what answers at {grpc} is not this service as configured"
     files.key.write_text("junk")
     findings = await _service(grpc={"listen": f"{HOST}:{free_port()}", "tls": tls})
     assert one(findings, "tls_files").text == f"grpc.tls.key: {files.key} is no PEM private key without a password"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from extproc import config, configsections
+from extproc import config, configenv, configsections
 from extproc.bootstrap import render
 from extproc.configtext import parse_yaml
 from extproc.configtypes import split_listen
@@ -25,7 +25,7 @@ SECRET = "sk-4f1c-secret"
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.upper().startswith(config.ENV_PREFIX):
+        if name.upper().startswith(configenv.PREFIX):
             monkeypatch.delenv(name)
 
 
@@ -442,32 +442,69 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -
             "3",
             "environment variable extproc_prefil__timeout_s: there is no section 'prefil'",
         ),
-        ("EXTPROC_PREFILL__TIMEOUTS", "3", "prefill.timeouts: unknown key; did you mean 'timeout_s'?"),
         (
-            "EXTPROC_PREFILL__ATTEMPTS",
+            "EXTPROC_PREFILL__TIMEOUTS",
+            "3",
+            "environment variable EXTPROC_PREFILL__TIMEOUTS: prefill.timeouts: unknown key; did you mean 'timeout_s'?",
+        ),
+        (
+            "extproc_prefill__attempts",
             "two",
+            "environment variable extproc_prefill__attempts: "
             "prefill.attempts: Input should be a valid integer, unable to parse string as an integer",
         ),
-        ("EXTPROC_FLEET__PREFILL__0__URL", "http://p:1", "fleet.prefill: Input should be a valid list"),
         (
-            "EXTPROC_ROUTING__PATHS",
-            "/a",
-            'environment variable EXTPROC_ROUTING__PATHS: expected JSON, like [{"url": "http://host:port"}]',
+            "EXTPROC_FLEET__PREFILL__0__URL",
+            "http://p:1",
+            "f: fleet.prefill: Input should be a valid list (with EXTPROC_FLEET__PREFILL__0__URL from the environment)",
         ),
+        (
+            "EXTPROC_FLEET__DECODE",
+            '[{"name": "d"}]',
+            "environment variable EXTPROC_FLEET__DECODE: fleet.decode[0].url: required",
+        ),
+        (
+            "EXTPROC_PREFILL",
+            '{"attempts": 0}',
+            "environment variable EXTPROC_PREFILL: prefill.attempts: Input should be greater than or equal to 1",
+        ),
+        (
+            "EXTPROC_GRPC__TLS__CERTIFICATE",
+            "/c.pem",
+            "f: grpc.tls.key: required (with EXTPROC_GRPC__TLS__CERTIFICATE from the environment)",
+        ),
+        ("EXTPROC_ROUTING__PATHS", "/a", "environment variable EXTPROC_ROUTING__PATHS: expected JSON"),
         (
             "EXTPROC_FLEET__DECODE",
             "http://d:1",
             'environment variable EXTPROC_FLEET__DECODE: expected JSON, like [{"url": "http://host:port"}]',
         ),
-        ("EXTPROC_LOG", "debug", 'environment variable EXTPROC_LOG: expected JSON, like [{"url": "http://host:port"}]'),
+        ("EXTPROC_LOG", "debug", 'environment variable EXTPROC_LOG: expected JSON, like {"key": "value"}'),
     ],
 )
 def test_faults_in_the_environment_are_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
 ) -> None:
     monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        config.build({"fleet": FLEET}, source="f")
+    assert str(error.value) == problem
 
-    assert _problems({"fleet": FLEET}) == [problem]
+
+def test_faults_of_the_file_are_not_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a variable sets something else in the same section; nor the other way round."""
+    monkeypatch.setenv("EXTPROC_PREFILL", '{"timeout_s": 3, "fallback": {"max_concurrent": 1}}')
+    monkeypatch.setenv("EXTPROC_PREFILL__ADMISSION__QUEUE", "-1")
+    monkeypatch.setenv("EXTPROC_LOG__LEVEL", "")
+    file = {"prefill": {"attempts": 0, "fallback": {"max_body_bytes": -1}}, "log": {"level": "loud"}}
+    with pytest.raises(ConfigError) as error:
+        config.build({"fleet": FLEET, **file}, source="f")
+    assert [line.partition(": Input")[0] for line in str(error.value).split("\n")] == [
+        "f: prefill.attempts",
+        "f: prefill.fallback.max_body_bytes",
+        "environment variable EXTPROC_PREFILL__ADMISSION__QUEUE: prefill.admission.queue",
+        "f: log.level",
+    ]
 
 
 def test_what_kubernetes_puts_there_for_a_service_of_that_name_is_no_configuration(

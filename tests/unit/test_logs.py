@@ -18,6 +18,7 @@ import structlog
 from extproc import configsections
 from extproc.telemetry import logs
 from tests.grpc.stand import JSON, Stand, refused, through
+from tests.support.certificates import issued
 from tests.support.engines import Answer, StubEngine
 from tests.support.scripted_envoy import ScriptedEnvoy
 
@@ -106,6 +107,26 @@ async def test_a_level_leaves_out_what_is_below_it() -> None:
         lines = Lines(await _output(stand))
     assert {line["level"] for line in lines.events} == {"warning"}
     assert [line["client_request_id"] for line in lines.of("exchange")] == ["failed"]
+
+
+@pytest.mark.parametrize("verbosity", [None, "info"])
+async def test_handshakes_that_fail_leave_grpcs_own_lines_only_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbosity: str | None
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if verbosity:
+        monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
+    files = issued(tmp_path)
+    tls = {"certificate": str(files.certificate), "key": str(files.key)}
+    settings = _settings() | {"grpc": {"listen": "127.0.0.1:0", "tls": tls}}
+    async with Stand.standing(settings, process=True) as stand:
+        reader, writer = await asyncio.open_connection(*stand.grpc_address.split(":"))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.wait_for(reader.read(), 10)  # it hangs up
+        writer.close()
+        output = await _output(stand)
+    others = [line for line in output.splitlines() if not line.startswith("{")]
+    assert any("Handshake failed" in line for line in others) if verbosity else others == []
 
 
 HOSTILE: Final = (

@@ -19,7 +19,7 @@ from extproc.errors import ConfigError, ExtprocError
 from extproc.pb.envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from extproc.pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from extproc.probe import ProbeError, ProbeRequest, TlsFiles, Transcript, changes, connect, play
+from extproc.probe import ProbeError, ProbeRequest, TlsFiles, Transcript, changes, connect, play, why_unreachable
 from extproc.processes import free_port
 from extproc.server import Server
 from extproc.sim.config import SimConfig
@@ -284,6 +284,10 @@ def test_tls_files_are_checked(tmp_path: Path) -> None:
     TlsFiles(files.ca, files.certificate, files.key).credentials()
     with pytest.raises(ConfigError, match=r"^--certificate and --key belong together$"):
         TlsFiles(files.ca, files.certificate).credentials()
+    with pytest.raises(ConfigError, match=rf"^--ca: {files.key} holds no PEM certificates$"):
+        TlsFiles(files.key).credentials()
+    with pytest.raises(ConfigError, match=r"^--certificate, --key: .* are no PEM certificate and its private key"):
+        TlsFiles(files.ca, files.certificate, files.ca).credentials()
     with pytest.raises(ConfigError, match=r"absent\.pem: cannot be read: No such file or directory$"):
         TlsFiles(tmp_path / "absent.pem").credentials()
 
@@ -347,6 +351,43 @@ async def test_a_probe_over_mtls(tmp_path: Path) -> None:
             assert fault.value.code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("mtls", [False, True])
+async def test_why_a_service_with_tls_cannot_be_reached(tmp_path: Path, mtls: bool) -> None:
+    """gRPC says no more than "Socket closed" where the one side speaks TLS and the other does not."""
+    service, other = issued(tmp_path / "service"), issued(tmp_path / "other", "other.internal")
+    tls = {"certificate": str(service.certificate), "key": str(service.key)}
+    if mtls:
+        tls["client_ca"] = str(other.ca)
+    ours = "--certificate and --key, of an authority that its `grpc.tls.client_ca` trusts"
+    async with Stand.standing({"grpc": {"listen": "127.0.0.1:0", "tls": tls}}, prefill=1, decode=1) as stand:
+
+        async def why(files: TlsFiles | None) -> str:
+            return await asyncio.to_thread(why_unreachable, stand.grpc_address, files)
+
+        ca = "It speaks TLS: name the CA of its certificate with --ca"
+        assert await why(None) == (f"{ca}, and {ours}." if mtls else f"{ca}.")
+        if mtls:
+            assert await why(TlsFiles(service.ca)) == f"It wants a client certificate: {ours}."
+            wrong = TlsFiles(service.ca, service.certificate, service.key)
+            assert await why(wrong) == f"It wants another client certificate: {ours}."
+        else:
+            assert await why(TlsFiles(other.ca)) == (
+                f"It speaks TLS: is {other.ca} the CA of its certificate, "
+                "and is that made out to the name you called it by?"
+            )
+
+
+async def test_why_a_service_without_tls_cannot_be_reached(tmp_path: Path) -> None:
+    async with Stand.standing(prefill=1, decode=1) as stand:
+        why = await asyncio.to_thread(why_unreachable, stand.grpc_address, TlsFiles(issued(tmp_path).ca))
+        assert why == "It does not speak TLS: leave out --ca."
+        assert await asyncio.to_thread(why_unreachable, stand.grpc_address, None) == ""
+    nobody = f"127.0.0.1:{free_port()}"
+    assert why_unreachable(nobody, None) == (
+        f"Nobody answers at {nobody} (Connection refused): is `extproc serve` running there?"
+    )
+
+
 async def _command(*arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "extproc", "probe", *arguments]
     process = await asyncio.create_subprocess_exec(
@@ -394,6 +435,7 @@ async def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     status, output, errors = await _command("--target", nobody, str(file))
     assert (status, errors.startswith("the service cannot be reached: UNAVAILABLE: ")) == (1, True)
+    assert errors.splitlines()[-1].startswith(f"Nobody answers at {nobody} (Connection refused): ")
     status, output, errors = await _command(str(tmp_path / "absent.json"))
     assert (status, output) == (2, "")
     assert errors == f"{tmp_path}/absent.json: cannot be read: No such file or directory\n"
