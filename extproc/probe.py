@@ -304,9 +304,7 @@ def _about_tls(connection: ssl.SSLSocket, tls: TlsFiles | None, *, shown: bool) 
         return f"It speaks TLS: name the CA of its certificate with --ca{f', and {ours}' if wants_certificate else ''}."
     if wants_certificate:
         return f"It wants {'another' if shown else 'a'} client certificate: {ours}."
-    return (
-        f"It speaks TLS: is {tls.ca} the CA of its certificate, and is that made out to the name or address you gave?"
-    )
+    return f"It speaks TLS: is {tls.ca} the CA of its certificate, and is that made out to the name you called it by?"
 
 
 def told(request: ProbeRequest, transcript: Transcript) -> Iterator[tuple[str, str]]:
