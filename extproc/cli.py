@@ -18,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut long options' names
 )
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
@@ -75,7 +76,7 @@ def envoy(
     typer.echo(render(load(config), eds=eds), nl=False)
 
 
-@app.command()
+@app.command(short_help="Say what is wrong, and what to do about it.")
 def check(
     config: ConfigOption,
     as_json: Annotated[
@@ -89,7 +90,7 @@ def check(
     run(load(config), as_json=as_json)
 
 
-@app.command()
+@app.command(short_help="Show what the service makes of a request.")
 def probe(
     requests: Annotated[
         list[Path], typer.Argument(help="JSON files: an OpenAI body, or {path, method, headers, body}.")
@@ -113,7 +114,7 @@ def _register() -> None:
     from extproc.sim.command import sim
 
     app.command()(sim)
-    app.command()(demo)
+    app.command(short_help="Run all of it on this machine, and show it.")(demo)
 
 
 def main() -> None:
