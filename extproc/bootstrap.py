@@ -58,6 +58,9 @@ HANDOFF_BYTES = MAX_PARAMS_BYTES + 1024
 
 _TIMEOUT_MARGIN_S = 15.0
 
+# What HTTP/2 allows at least, and Envoy's own default.
+_STREAM_WINDOW_BYTES = (65_535, 16 * 1024 * 1024)
+
 
 def render(config: Config, *, eds: bool = False) -> str:
     """The bootstrap as YAML that ``envoy -c`` takes, with comments. Raises ConfigError for what it cannot express.
@@ -116,6 +119,7 @@ def _connection_manager(config: Config) -> hcm.HttpConnectionManager:
         normalize_path=False,
         merge_slashes=False,
         http_protocol_options=core.Http1ProtocolOptions(accept_http_10=True),
+        http2_protocol_options=core.Http2ProtocolOptions(initial_stream_window_size=_stream_window(config)),
         common_http_protocol_options=core.HttpProtocolOptions(max_headers_count=2 * config.limits.headers),
         max_request_headers_kb=-(-2 * config.limits.header_bytes // 1024),
         stream_idle_timeout=timedelta(0),
@@ -137,6 +141,12 @@ def _connection_manager(config: Config) -> hcm.HttpConnectionManager:
             accesslog.AccessLog(name="envoy.access_loggers.http_grpc", typed_config=AnyMessage.pack(_access_log()))
         ],
     )
+
+
+def _stream_window(config: Config) -> int:
+    """Bytes of a body that may arrive before the service has answered its headers: Envoy counts them only then."""
+    least, most = _STREAM_WINDOW_BYTES
+    return min(most, max(least, config.limits.body_bytes))
 
 
 def _client_headers_removed() -> early.HeaderMutation:

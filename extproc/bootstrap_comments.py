@@ -26,6 +26,10 @@ COMMENTS: Final[Mapping[str, str]] = {
     "server_header_transformation": "The engine's own `server` header reaches the client.",
     "normalize_path": "Paths reach the engines as the client wrote them.",
     "accept_http_10": "HTTP/1.0 clients are answered 426 otherwise.",
+    "initial_stream_window_size": """
+        Of an HTTP/2 body, Envoy takes this much before it compares it with any limit, and sends it to the service in
+        one message: more than the service's own limit allows would be 500 instead of 413.
+    """,
     "stream_idle_timeout": "A long generation may be silent for minutes: no limit between two bytes.",
     "max_headers_count": """
         The service answers 431 well below this. Beyond it Envoy closes the connection: its own 431 is lost, as it would

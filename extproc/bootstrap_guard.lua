@@ -1,6 +1,6 @@
 -- What the service has seen carries a destination. All else is let through because the service is down: nobody
 -- has taken a client's KV transfer parameters out of it, and some of them kill a vLLM engine.
-local OPAQUE = {"^audio/", "^image/", "^video/", "^application/octet%-stream"}
+local OPAQUE = {"^audio/", "^image/", "^video/", "^application/octet%-stream%s*$", "^application/octet%-stream%s*;"}
 
 local function opaque(content_type)
   for _, pattern in ipairs(OPAQUE) do

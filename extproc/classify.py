@@ -32,7 +32,9 @@ _MAX_ID_BYTES: Final = 256
 _JSON: Final = "application/json"
 
 # Bodies in which no engine finds JSON: not looked into, so not held in memory either.
-_OPAQUE_TYPES: Final = ("audio/", "image/", "video/", "application/octet-stream")
+# (Of ``application/…+json``, whatever comes before the plus, FastAPI would read JSON.)
+_OPAQUE_TYPES: Final = ("audio/", "image/", "video/")
+_OPAQUE: Final = "application/octet-stream"
 
 # Forms: vLLM's transcription takes JSON in a field. In these charsets it is legible as it stands.
 _URLENCODED: Final = "application/x-www-form-urlencoded"
@@ -64,6 +66,15 @@ class Request:
         if not self.request_id or len(self.request_id) > _MAX_ID_BYTES:
             return None
         return self.request_id.decode("latin-1")
+
+    @property
+    def media_type(self) -> str:
+        return self.content_type.partition(";")[0].strip()
+
+    @property
+    def is_opaque(self) -> bool:
+        one = self.media_type.startswith(_OPAQUE_TYPES) or self.media_type == _OPAQUE
+        return one and not self.typed_twice
 
     @property
     def is_form(self) -> bool:
@@ -154,7 +165,7 @@ def plan(request: Request, paths: Collection[str]) -> Candidate | Inspect | Pass
         return Pass("upgrade", no_body=not request.has_body)
     if not request.has_body:
         return Pass("method" if request.method != "POST" else "no_body", no_body=True)
-    if request.content_type.startswith(_OPAQUE_TYPES) and not request.typed_twice:
+    if request.is_opaque:
         return Pass("content_type", no_body=False)
     if request.content_encoding not in ("", "identity"):
         message = f"Content-Encoding {request.content_encoding!r} is not supported; send the body uncompressed."

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
-from tests.support.gateway import ENGINE_KEY, FALLBACK_BYTES, Gateway
+from tests.support.gateway import ENGINE_KEY, FALLBACK_BYTES, Gateway, full_duplex
+from tests.support.scripted_envoy import Mode
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -28,6 +30,35 @@ async def gateway(default_gateway: Gateway) -> AsyncIterator[Gateway]:
     await default_gateway.reset()
     yield default_gateway
     await default_gateway.settled()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def full_duplex_gateway() -> AsyncIterator[Gateway]:
+    async with Gateway.started(change=full_duplex) as gateway:
+        yield gateway
+
+
+@pytest.fixture(params=["BUFFERED", "FULL_DUPLEX_STREAMED"])
+def mode(request: pytest.FixtureRequest) -> Mode:
+    chosen: Mode = request.param
+    return chosen
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def either(default_gateway: Gateway, full_duplex_gateway: Gateway, mode: Mode) -> AsyncIterator[Gateway]:
+    """A gateway of each body mode, engines as new; afterwards nothing of the test's requests may be left."""
+    gateway = default_gateway if mode == "BUFFERED" else full_duplex_gateway
+    await gateway.reset()
+    yield gateway
+    await gateway.settled()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def streaming(full_duplex_gateway: Gateway) -> AsyncIterator[Gateway]:
+    """For what other tests show of the BUFFERED mode."""
+    await full_duplex_gateway.reset()
+    yield full_duplex_gateway
+    await full_duplex_gateway.settled()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -11,10 +11,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from tests.support.engines import Answer, RecordedRequest, answer_prefill
-from tests.support.gateway import CHAT, CHAT_BODY, COMPLETIONS, Gateway, until, within
+from tests.support.gateway import (
+    CHAT,
+    CHAT_BODY,
+    COMPLETIONS,
+    Gateway,
+    connection_manager,
+    full_duplex,
+    in_mode,
+    until,
+    within,
+)
 from tests.support.scripted_envoy import Mode
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="session")]
@@ -25,88 +34,6 @@ PARAMS = (
     b'{ "remote_port":5600, "do_remote_prefill" : true,"do_remote_decode":false,"remote_engine_id":"e1",'
     b'"remote_block_ids":[[1,9007199254740993]],"remote_host":"10.0.0.9","remote_request_id":"r-\\u2603"}'
 )
-
-
-def full_duplex(bootstrap: dict[str, Any]) -> None:
-    """The endpoint-picker protocol's body mode; Envoy then insists on being asked for trailers, too."""
-    manager = connection_manager(bootstrap)
-    mode = manager["http_filters"][0]["typed_config"]["processing_mode"]
-    mode |= {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
-    manager["http_protocol_options"]["enable_trailers"] = True
-
-
-def connection_manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = bootstrap["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
-    typed: dict[str, Any] = config["typed_config"]
-    return typed
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def full_duplex_gateway() -> AsyncIterator[Gateway]:
-    async with Gateway.started(change=full_duplex) as gateway:
-        yield gateway
-
-
-@pytest.fixture(params=["BUFFERED", "FULL_DUPLEX_STREAMED"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    chosen: Mode = request.param
-    return chosen
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def either(default_gateway: Gateway, full_duplex_gateway: Gateway, mode: Mode) -> AsyncIterator[Gateway]:
-    """A gateway of each body mode, engines as new; afterwards nothing of the test's requests may be left."""
-    gateway = default_gateway if mode == "BUFFERED" else full_duplex_gateway
-    await gateway.reset()
-    yield gateway
-    await gateway.settled()
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def streaming(full_duplex_gateway: Gateway) -> AsyncIterator[Gateway]:
-    """The other tests of this directory cover the BUFFERED mode."""
-    await full_duplex_gateway.reset()
-    yield full_duplex_gateway
-    await full_duplex_gateway.settled()
-
-
-def changed(mode: Mode, *more: Any) -> Any:
-    def change(bootstrap: dict[str, Any]) -> None:
-        if mode == "FULL_DUPLEX_STREAMED":
-            full_duplex(bootstrap)
-        for one in more:
-            one(bootstrap)
-
-    return change
-
-
-LIMITS = {
-    "body_bytes": 100_000,
-    "headers": 40,
-    "header_bytes": 8192,
-    "body_timeout_s": 0.5,
-    "exchange_s": 1.5,
-    "in_flight": 2,
-}
-
-
-def without_envoys_own_timeout(bootstrap: dict[str, Any]) -> None:
-    connection_manager(bootstrap)["request_timeout"] = "0s"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["BUFFERED", "FULL_DUPLEX_STREAMED"])
-async def limited_gateway(request: pytest.FixtureRequest) -> AsyncIterator[Gateway]:
-    """One prefiller, one decoder, and little of everything."""
-    change = changed(request.param, without_envoys_own_timeout)
-    async with Gateway.started({"limits": LIMITS}, prefill=1, decode=1, change=change) as gateway:
-        yield gateway
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def limited(limited_gateway: Gateway) -> AsyncIterator[Gateway]:
-    await limited_gateway.reset()
-    yield limited_gateway
-    await limited_gateway.settled()
 
 
 def hand_over(_: RecordedRequest) -> Answer:
@@ -146,13 +73,6 @@ async def test_B24_every_other_byte_is_the_clients(streaming: Gateway) -> None:
     assert streaming.decodes[0].body == body[: -len(b" }\n")] + b',"kv_transfer_params":' + PARAMS + b" }\n"
 
 
-async def test_B03_the_limit_is_exact(limited: Gateway) -> None:
-    assert (await limited.post(of_size(100_000))).status_code == 200
-    response = await within(3, limited.post(of_size(100_001)))
-    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-    assert len(limited.prefills) == len(limited.decodes) == 1
-
-
 async def test_O12_a_body_in_small_chunks_is_prefilled_once(either: Gateway) -> None:
     async def one_by_one() -> AsyncIterator[bytes]:
         for byte in CHAT_BODY:
@@ -174,7 +94,7 @@ def without_retries(bootstrap: dict[str, Any]) -> None:
 
 
 async def test_B17_trailers_end_the_body_once() -> None:
-    change = changed("FULL_DUPLEX_STREAMED", without_retries)
+    change = in_mode("FULL_DUPLEX_STREAMED", without_retries)
     async with Gateway.started(prefill=1, decode=1, change=change) as gateway:
         chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (CHAT_BODY[:30], CHAT_BODY[30:]))
         response = await gateway.raw(
@@ -241,7 +161,7 @@ def two_routes(bootstrap: dict[str, Any]) -> None:
 @pytest.mark.parametrize("clear", [True, False])
 async def test_B09_a_route_may_depend_on_the_destination(mode: Mode, clear: bool) -> None:
     settings = {"routing": {"clear_route_cache": clear}}
-    async with Gateway.started(settings, prefill=1, decode=1, change=changed(mode, two_routes)) as gateway:
+    async with Gateway.started(settings, prefill=1, decode=1, change=in_mode(mode, two_routes)) as gateway:
         statuses = [(await gateway.post()).status_code, (await gateway.client.get("/v1/models")).status_code]
         assert statuses == ([200, 200] if clear else [418, 418])
         await gateway.settled()
@@ -355,21 +275,6 @@ async def test_absurd_request_ids_are_one_line_of_ours(either: Gateway, header: 
     assert uuid.UUID(ours.pop()).version == 4
 
 
-async def test_headers_up_to_the_limits_pass_and_beyond_get_431(limited: Gateway) -> None:
-    """The service adds a few headers, and Envoy answers 500 to what then exceeds its own limits: those are larger."""
-    statuses: list[int] = []
-    for count in range(24, 56):
-        head = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
-        answer = await limited.raw(head + b"".join(b"x-%d: 1\r\n" % number for number in range(count)) + b"\r\n")
-        statuses.append(int(answer[9:12]))
-        if statuses[-1] == 431:
-            assert b'"code": "headers_too_large"' in answer
-    assert statuses == sorted(statuses)
-    assert set(statuses) == {200, 431}
-    for size, status in ((7000, 200), (9000, 431)):
-        assert (await limited.post(headers={"cookie": "c" * size})).status_code == status
-
-
 # ---- time, cancels, upgrades ----
 
 
@@ -387,22 +292,6 @@ async def test_B12_a_prefill_may_take_longer_than_envoys_patience() -> None:
         assert (await gateway.post()).status_code == 200
         assert len(gateway.prefills) == len(gateway.decodes) == 1
         await gateway.settled()
-
-
-async def test_B12_the_exchanges_deadline_is_504(limited: Gateway) -> None:
-    limited.prefillers[0].hang = True
-    response = await within(5, limited.post())
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "exchange_timeout")
-    await limited.prefillers[0].wait_for_disconnects(1)
-    assert limited.decodes == []
-
-
-async def test_B15_a_body_that_never_completes_is_408(limited: Gateway) -> None:
-    head = b"POST %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n" % CHAT.encode()
-    response = await within(5, limited.raw(head + b'Content-Length: 100\r\n\r\n{"a":'))
-    assert response.startswith(b"HTTP/1.1 408 ")
-    assert b'"code": "body_timeout"' in response
-    assert limited.prefills == limited.decodes == []
 
 
 async def test_B15_a_websocket_opens_and_its_bytes_flow_both_ways(streaming: Gateway) -> None:
@@ -514,23 +403,6 @@ async def test_B31_without_a_prefiller_the_client_is_told(streaming: Gateway, ki
     response = await within(5, streaming.post())
     assert (response.status_code, response.json()["error"]["code"]) == (503, "prefill_unavailable")
     assert streaming.decodes == []
-
-
-async def test_exchanges_beyond_the_limit_are_503_with_retry_after(limited: Gateway) -> None:
-    limited.decoders[0].hang = True
-    held = [asyncio.create_task(limited.post()) for _ in range(2)]
-    await limited.decoders[0].wait_for(2)
-    response = await within(3, limited.post())
-    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    assert response.json()["error"]["code"] == "overloaded"
-    for call in held:
-        call.cancel()
-    await asyncio.gather(*held, return_exceptions=True)
-    limited.decoders[0].hang = False
-    assert limited.server is not None
-    service = limited.server.service
-    await until(lambda: service.in_flight == 0)
-    assert (await limited.post()).status_code == 200
 
 
 @pytest.mark.parametrize("body_mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL"])

@@ -78,6 +78,7 @@ SMUGGLED = {
     "no content type": (f'{{"{NAME}": 0}}', ""),
     "another content type": (f'{{"{NAME}": 0}}', "text/plain"),
     "two content types": (f'{{"{NAME}": 0}}', "audio/wav, application/json"),
+    "like bytes": (f'{{"{NAME}": 0}}', "application/octet-stream+json"),
     "not a number": (f'{{"t": NaN, "{NAME}": 0}}', JSON),
     "half a pair": (f'{{"t": "\\ud800", "{NAME}": 0}}', JSON),
     "broken": (f'{{"{NAME}": 0', JSON),
@@ -149,6 +150,7 @@ HARMLESS = {
     "form in utf-8": (form(WAVE), 'multipart/form-data; charset="UTF-8"; boundary=x'),
     "audio": (b"kv_transfer_params", "audio/wav"),
     "bytes": (b"\\u00" * 10, "application/octet-stream"),
+    "bytes and more": (b"\\u00" * 10 + b"kv_transfer_params", "Application/Octet-Stream ; a=b"),
     "nothing": (b"", JSON),
     "large": (b'{"messages": "%b"}' % (b"x" * 8_000_000), JSON),
 }

@@ -99,7 +99,18 @@ async def test_what_cannot_be_cleaned_is_refused(envoy: ScriptedEnvoy, stand: St
     assert stand.prefills == []
 
 
-@pytest.mark.parametrize("content_type", ["", "text/plain", "application/json, text/plain", "application/vnd.api+json"])
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        *(
+            "",
+            "text/plain",
+            "application/json, text/plain",
+            "application/vnd.api+json",
+            "application/octet-stream+json",
+        ),
+    ],
+)
 async def test_connector_params_are_looked_for_whatever_the_content_type(
     envoy: ScriptedEnvoy, stand: Stand, content_type: str
 ) -> None:

@@ -32,6 +32,7 @@ from extproc.config import build
 from extproc.processes import EnvoyProcess, Process, envoy_process, free_port
 from extproc.server import Server
 from tests.support.engines import Answer, RecordedRequest, StubEngine, answer_decode, answer_prefill
+from tests.support.scripted_envoy import Mode
 
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/v1/chat/completions"
@@ -344,6 +345,33 @@ def service_cluster(bootstrap: dict[str, Any]) -> dict[str, Any]:
     """The service's cluster in a parsed bootstrap."""
     clusters: list[dict[str, Any]] = bootstrap["static_resources"]["clusters"]
     return next(cluster for cluster in clusters if cluster["name"] == "extproc")
+
+
+def connection_manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    """The HTTP connection manager in a parsed bootstrap."""
+    config: dict[str, Any] = bootstrap["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+    typed: dict[str, Any] = config["typed_config"]
+    return typed
+
+
+def full_duplex(bootstrap: dict[str, Any]) -> None:
+    """The endpoint-picker protocol's body mode; Envoy then insists on being asked for trailers, too."""
+    manager = connection_manager(bootstrap)
+    mode = manager["http_filters"][0]["typed_config"]["processing_mode"]
+    mode |= {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
+    manager["http_protocol_options"]["enable_trailers"] = True
+
+
+def in_mode(mode: Mode, *more: Change) -> Change:
+    """A change that sets the body mode, and further ones."""
+
+    def change(bootstrap: dict[str, Any]) -> None:
+        if mode == "FULL_DUPLEX_STREAMED":
+            full_duplex(bootstrap)
+        for one in more:
+            one(bootstrap)
+
+    return change
 
 
 def _adapt(bootstrap: dict[str, Any], addresses: Sequence[str]) -> None:

@@ -317,6 +317,15 @@ def test_what_clients_may_not_send_is_what_the_service_thinks_it_is() -> None:
     assert set(CLIENT_HEADERS_REMOVED) == classify.STEERING
 
 
+@pytest.mark.parametrize(
+    ("body_bytes", "window"), [(4096, 65_535), (100_000, 100_000), (16 << 20, 16 << 20), (32 << 20, 16 << 20)]
+)
+def test_a_piece_of_a_body_is_no_larger_than_the_service_takes(body_bytes: int, window: int) -> None:
+    fleet = {"decode": [{"url": "http://10.0.0.1:8000"}]}
+    found = manager(yaml.safe_load(render(build({"fleet": fleet, "limits": {"body_bytes": body_bytes}}))))
+    assert found["http2_protocol_options"] == {"initial_stream_window_size": window}
+
+
 def test_limits_are_the_services_own() -> None:
     limits = {"headers": 40, "header_bytes": 20_000, "body_timeout_s": 12.5, "body_bytes": 4096}
     fleet = {"decode": [{"url": "http://10.0.0.1:8000"}]}

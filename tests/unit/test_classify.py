@@ -233,6 +233,7 @@ def test_so_is_none_at_all() -> None:
         b"image/png",
         b"video/mp4",
         b"application/octet-stream",
+        b"Application/Octet-Stream ; a=b",
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/audio/transcriptions"])
@@ -241,6 +242,12 @@ def test_bodies_that_are_not_json_are_not_held(content_type: bytes, path: str) -
     assert _plan(("content-type", content_type), ("content-encoding", b"gzip"), path=path) == Pass(
         "content_type", no_body=False
     )
+
+
+@pytest.mark.parametrize("content_type", [b"application/octet-stream+json", b"application/octet-streams", b"xaudio/a"])
+def test_what_only_begins_like_one_of_them_is_looked_into(content_type: bytes) -> None:
+    """FastAPI reads JSON in a body of type ``application/…+json``."""
+    assert _plan(("content-type", content_type)) == Inspect("content_type")
 
 
 def test_of_two_content_types_an_engine_may_read_either() -> None:
