@@ -60,29 +60,35 @@ class Admin(Section):
     """Health, metrics and fleet state over HTTP; null turns it off."""
 
 
-class Engine(Section):
+class EngineSettings(Section):
+    """What an engine is, however it is found: alone in a list, or with others behind a DNS name."""
+
+    connector: ConnectorName | None = None
+    """Overrides ``fleet.connector``."""
+    lease_s: Seconds | None = None
+    """Overrides ``fleet.lease_s``."""
+    api_key: Secret | None = None
+    """Overrides ``fleet.api_key``. Sent as a bearer token where the client sent no Authorization, and on requests that
+    the service makes itself."""
+    abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A nixl prefiller that loads extproc's vLLM plugin: the port its rank 0 listens on for aborts."""
+    models: list[str] | None = None
+    """The models an engine serves; by default what its /v1/models says."""
+    group: str = ""
+    """Prefillers hand over to decoders of the same group only."""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Data-parallel ranks behind an engine's address; requests are spread over them with X-data-parallel-rank."""
+    max_inflight: Annotated[int, Field(ge=1)] | None = None
+    """Overrides ``fleet.max_inflight``."""
+
+
+class Engine(EngineSettings):
     """One engine: a vLLM server."""
 
     url: EngineUrl
     """The engine's HTTP address. A name is resolved by the service: Envoy is told addresses."""
     name: str | None = None
     """How logs and metrics call it; the URL's host:port by default."""
-    connector: ConnectorName | None = None
-    """Overrides ``fleet.connector``."""
-    lease_s: Seconds | None = None
-    """Overrides ``fleet.lease_s``."""
-    api_key: Secret | None = None
-    """Sent as a bearer token where the client sent no Authorization, and on requests that the service makes itself."""
-    abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """A nixl prefiller that loads extproc's vLLM plugin: the port its rank 0 listens on for aborts."""
-    models: list[str] | None = None
-    """The models it serves; by default what its /v1/models says."""
-    group: str = ""
-    """Prefillers hand over to decoders of the same group only."""
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Data-parallel ranks behind this URL; requests are spread over them with X-data-parallel-rank."""
-    max_inflight: Annotated[int, Field(ge=1)] | None = None
-    """Overrides ``fleet.max_inflight``."""
     drain: bool = False
     """No new work; what runs may finish."""
     side_channel_hosts: list[str] = []
@@ -115,7 +121,7 @@ class EngineLists(Section):
         return self
 
 
-class Dns(Section):
+class Dns(EngineSettings):
     """Engines behind a DNS name, such as a headless Kubernetes service: one for each address or SRV target."""
 
     role: Literal["prefill", "decode"]
@@ -128,22 +134,6 @@ class Dns(Section):
     """Of the engines at the addresses found; SRV records have their own."""
     scheme: Literal["http", "https"] = "http"
     """Of the engines' URLs. With https, their certificates must be for the addresses."""
-    connector: ConnectorName | None = None
-    """Here and below: as for a single engine, for each one found."""
-    lease_s: Seconds | None = None
-    """Overrides ``fleet.lease_s``."""
-    api_key: Secret | None = None
-    """Overrides ``fleet.api_key``."""
-    abort_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """The port of extproc's vLLM plugin on nixl prefillers that load it."""
-    models: list[str] | None = None
-    """The models they serve; by default what each one's /v1/models says."""
-    group: str = ""
-    """Prefillers hand over to decoders of the same group only."""
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Data-parallel ranks behind each address."""
-    max_inflight: Annotated[int, Field(ge=1)] | None = None
-    """Overrides ``fleet.max_inflight``."""
 
 
 class Health(Section):

@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from extproc import configtypes
 from extproc.config import Config
 from extproc.configenv import NESTING, PREFIX
+from extproc.configsections import EngineSettings
 from extproc.telemetry.metrics import Metrics
 
 _MADE: Final = "<!-- Made by `python -m extproc.reference docs`; a test keeps it current. -->\n"
@@ -105,8 +106,14 @@ def _sections() -> Iterator[str]:
         yield f"\n{level} {', '.join(f'`{path}`' for path in paths)}\n\n"
         yield f"{_plain(text)}\n\n" if text else ""
         rows: list[tuple[str, ...]] = [("key", "default", "value", "what", "environment")]
-        rows += [_row(name, field, paths) for name, field in model.model_fields.items()]
+        rows += [_row(name, field, paths) for name, field in _own_first(model)]
         yield _table(rows)
+
+
+def _own_first(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    """A section's fields; what all kinds of engines share comes after what is its own."""
+    shared = EngineSettings.model_fields if issubclass(model, EngineSettings) else {}
+    return sorted(model.model_fields.items(), key=lambda item: item[0] in shared)
 
 
 def _models(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:

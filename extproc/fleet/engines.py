@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -218,22 +218,32 @@ def specs(fleet: configsections.Fleet, listed: configsections.EngineLists) -> li
     )
     for role, entries in roles:
         for entry in entries:
-            key = entry.api_key or fleet.api_key
-            found.append(
-                Spec(
-                    role=role,
-                    url=entry.url,
-                    name=entry.name or urlsplit(entry.url).netloc,
-                    connector=connector(entry.connector or fleet.connector),
-                    lease_s=entry.lease_s or fleet.lease_s,
-                    api_key=key.get_secret_value() if key else None,
-                    abort_port=entry.abort_port,
-                    side_channel_hosts=tuple(entry.side_channel_hosts),
-                    models=frozenset(entry.models) if entry.models is not None else None,
-                    group=entry.group,
-                    data_parallel_size=entry.data_parallel_size,
-                    max_inflight=entry.max_inflight or fleet.max_inflight.get(role),
-                    drain=entry.drain,
-                )
-            )
+            made = spec(fleet, entry, role, entry.url, entry.name or urlsplit(entry.url).netloc)
+            found.append(replace(made, side_channel_hosts=tuple(entry.side_channel_hosts), drain=entry.drain))
     return found
+
+
+def spec(
+    fleet: configsections.Fleet,
+    settings: configsections.EngineSettings,
+    role: Role,
+    url: str,
+    name: str,
+    address: str | None = None,
+) -> Spec:
+    """An engine with these settings, and the fleet's defaults filled in."""
+    key = settings.api_key or fleet.api_key
+    return Spec(
+        role=role,
+        url=url,
+        name=name,
+        connector=connector(settings.connector or fleet.connector),
+        lease_s=settings.lease_s or fleet.lease_s,
+        api_key=key.get_secret_value() if key else None,
+        abort_port=settings.abort_port,
+        models=frozenset(settings.models) if settings.models is not None else None,
+        group=settings.group,
+        data_parallel_size=settings.data_parallel_size,
+        max_inflight=settings.max_inflight or fleet.max_inflight.get(role),
+        address=address,
+    )

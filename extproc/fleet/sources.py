@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from extproc import config, configsections, configtext, daemonthread
 from extproc.configtypes import split_listen
-from extproc.connectors import connector
 from extproc.errors import ConfigError
-from extproc.fleet.engines import Spec, specs
+from extproc.fleet.engines import Spec, spec, specs
 from extproc.fleet.fleet import Fleet
 from extproc.telemetry.logs import log
 
@@ -189,26 +188,12 @@ class DnsSource:
         return addresses, min(ttls, default=_MIN_TTL_S)
 
     def _specs(self, found: Iterable[tuple[str, int]]) -> list[Spec]:
-        settings, fleet = self._settings, self._fleet.settings
-        key = settings.api_key or fleet.api_key
-        made = {}
+        settings, made = self._settings, []
         for address, port in sorted(set(found)):
-            host = f"[{address}]" if ":" in address else address
-            made[host, port] = Spec(
-                role=settings.role,
-                url=f"{settings.scheme}://{host}:{port}",
-                name=f"{host}:{port}",
-                connector=connector(settings.connector or fleet.connector),
-                lease_s=settings.lease_s or fleet.lease_s,
-                api_key=key.get_secret_value() if key else None,
-                abort_port=settings.abort_port,
-                models=frozenset(settings.models) if settings.models is not None else None,
-                group=settings.group,
-                data_parallel_size=settings.data_parallel_size,
-                max_inflight=settings.max_inflight or fleet.max_inflight.get(settings.role),
-                address=address,
-            )
-        return list(made.values())
+            name = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+            url = f"{settings.scheme}://{name}"
+            made.append(spec(self._fleet.settings, settings, settings.role, url, name, address))
+        return made
 
 
 def _ttl(answer: dns.resolver.Answer) -> float:
