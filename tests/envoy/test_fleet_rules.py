@@ -117,6 +117,29 @@ async def test_tenants_take_turns_and_a_client_that_leaves_the_queue_costs_nothi
         assert {(engine.inflight, engine.reserved_tokens) for engine in engines(gateway)} == {(0, 0)}
 
 
+# ---- a burst ----
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_inflight", "least_loaded", "power_of_two"])
+async def test_O23_256_requests_at_once_are_spread_and_leave_nothing(policy: str) -> None:
+    """All are under way at once; none sees the same load as another."""
+    settings = {"routing": {"prefill_policy": policy, "decode_policy": policy}}
+    async with Gateway.started(settings, prefill=4, decode=4) as gateway:
+        held = [Held(engine) for engine in gateway.prefillers]
+        requests = [asyncio.create_task(gateway.post()) for _ in range(256)]
+        await until(lambda: sum(len(one.asked) for one in held) == 256)
+        assert sum(engine.inflight for engine in engines(gateway)) == 512
+        for one in held:
+            one.answer(256)
+        assert Counter([(await request).status_code for request in requests]) == {200: 256}
+        for leg in (gateway.prefillers, gateway.decoders):
+            counts = [len(engine.requests) for engine in leg]
+            assert sum(counts) == 256
+            assert 0.8 * 64 <= min(counts) <= max(counts) <= 1.2 * 64, counts
+        await gateway.settled()
+        assert {(engine.inflight, engine.reserved_tokens) for engine in engines(gateway)} == {(0, 0)}
+
+
 # ---- groups ----
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.dns_server import DnsServer
 from tests.support.gateway import Decoder, until, until_async
 from tests.support.workers import WORKERS, Workers
 
@@ -133,3 +134,47 @@ async def test_workers_that_are_killed_while_the_fleet_changes(tmp_path: Path) -
 
             await until_async(nothing_left)
             print(f"\nthree workers killed: {load.statuses.total()} requests, 0 lost")
+
+
+async def test_workers_that_start_while_dns_is_silent_take_no_decoder_from_envoy(tmp_path: Path) -> None:
+    """They know one decoder from their configuration, and wait with what they tell until they know the other."""
+    async with DnsServer() as dns, Decoder() as found:
+        dns.set("engines.test", "SRV", f"0 10 {found.port} pod.test.", ttl=1)
+        dns.set("pod.test", "A", "127.0.0.1", ttl=1)
+        entry = {"role": "decode", "name": "engines.test", "type": "srv"}
+        workers = Workers(tmp_path, dns=[entry], dns_servers=[dns.address])
+        async with workers.running():
+            both = frozenset((workers.decoder.endpoint, found.endpoint))
+            hosts = Hosts(workers)
+
+            async def envoy_has_both() -> bool:
+                return await hosts.now() == both
+
+            async def both_known_to(worker: int) -> bool:
+                engines = (await workers.fleet(worker))["engines"]
+                return {engine["endpoint"] for engine in engines if engine["role"] == "decode"} == both
+
+            async def told_by(worker: int) -> list[str | None]:
+                return [source["problem"] for source in (await workers.fleet(worker))["sources"]]
+
+            await until_async(envoy_has_both)
+            dns.silent = True
+            hosts.seen.clear()
+            async with hosts.watched():
+                for worker in range(WORKERS):
+                    killed = workers.pid(worker)
+                    os.kill(killed, signal.SIGKILL)
+                    await until(lambda worker=worker, killed=killed: workers.pid(worker) != killed)
+                for worker in range(WORKERS):
+                    await until_async(lambda worker=worker: workers.ready(worker))
+                    assert await told_by(worker) == [None, "look-up failed: LifetimeTimeout"]
+                await until_async(workers.all_seen_by_envoy)
+                assert {await workers.post() for _ in range(8)} == {200}
+                dns.silent = False
+                for worker in range(WORKERS):
+                    await until_async(lambda worker=worker: both_known_to(worker))
+                    assert await told_by(worker) == [None, None]
+                before = len(found.requests)
+                async with Load(workers).running():
+                    await until(lambda: len(found.requests) >= before + 5)
+            assert hosts.seen == [both]
