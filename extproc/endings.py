@@ -120,8 +120,9 @@ class Endings:
             return None
         return text
 
-    def never_dispatched(self, handoff: Handoff) -> None:
+    def never_dispatched(self, handoff: Handoff, request_id: str) -> None:
         """The client left, or we failed, before the decode leg: nobody will read these blocks."""
+        self._recent.orphaned(request_id, _handoff_id(handoff), handoff.prefiller.name)
         self._on_their_way.pop(id(handoff), None)
         self._release(handoff)
 

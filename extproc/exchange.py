@@ -317,6 +317,7 @@ class Exchange:
             text = f"A prefill engine answered {refusal.answer.status}, with more to say than can be passed on."
             raise RequestError(400, "refusal_too_large", text)
         reply = refusals.answer(refusal.answer, self._id_for_client())
+        self._account.prefiller = refusal.engine.name
         self._account.decided("refused_by_engine")
         self._account.status = refusal.answer.status
         self._state = State.ANSWERED
@@ -357,7 +358,7 @@ class Exchange:
         elif self._state in (State.DISPATCHED, State.RESPONDING):
             endings.stream_ended(handoff, self._account.status, self._connection)
         else:
-            endings.never_dispatched(handoff)
+            endings.never_dispatched(handoff, self._account.request_id)
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -99,7 +99,7 @@ class Prefiller:
     """Runs prefill legs against the fleet, one engine after another until one delivers.
 
     A leg that nobody waits for any more is closed or finished, as its connector says is safe; what it still hands over
-    goes to ``on_orphan``.
+    goes to ``on_orphan``, with the request's id.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Prefiller:
         fleet: Fleet,
         client: EngineClient,
         metrics: Metrics,
-        on_orphan: Callable[[Handoff], None],
+        on_orphan: Callable[[Handoff, str], None],
         tracing: Tracing,
     ) -> None:
         self._settings = config.prefill
@@ -185,7 +185,7 @@ class Prefiller:
             done, _ = await asyncio.wait({attempt}, timeout=self._settings.timeout_s)
             if not done:
                 result = "timeout"
-                self._abandon(attempt, reservation.engine, call)
+                self._abandon(attempt, reservation.engine, call, request.request_id)
                 return result
             try:
                 outcome = attempt.result()
@@ -195,7 +195,7 @@ class Prefiller:
             result = outcome if isinstance(outcome, str) else "ok"
             return outcome
         except asyncio.CancelledError:
-            self._abandon(attempt, reservation.engine, call)
+            self._abandon(attempt, reservation.engine, call, request.request_id)
             raise
         finally:
             span.set(engine=reservation.engine.name, request_id=request_id, result=result)
@@ -252,12 +252,15 @@ class Prefiller:
 
     # ── attempts that nobody waits for any more ───────────────────────────────────────────────────────────────────
 
-    def _abandon(self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call) -> None:
-        task = asyncio.create_task(self._see_off(attempt, engine, call), name="abandoned prefill")
+    def _abandon(self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call, request_id: str) -> None:
+        seeing_off = self._see_off(attempt, engine, call, request_id)
+        task = asyncio.create_task(seeing_off, name="abandoned prefill")
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
 
-    async def _see_off(self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call) -> None:
+    async def _see_off(
+        self, attempt: asyncio.Task[Prefilled | str], engine: Engine, call: Call, request_id: str
+    ) -> None:
         """Let the call finish, or close it after a moment; nothing that it hands over stays pinned.
 
         An engine frees an unfinished prefill when its client leaves. One that finishes before it has noticed keeps the
@@ -288,7 +291,7 @@ class Prefiller:
             attempt.cancel()
         if isinstance(outcome, Prefilled):
             self._learn(engine, outcome.seconds)
-            self._on_orphan(outcome.handoff)
+            self._on_orphan(outcome.handoff, request_id)
 
     async def _wait_while_near(self, attempt: asyncio.Task[Prefilled | str], engine: Engine) -> None:
         """Until the attempt has ended, or its answer is not near.

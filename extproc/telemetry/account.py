@@ -44,6 +44,8 @@ class Account:
         """The response's, once it is known."""
         self.decoder: str | None = None
         """The one that was picked."""
+        self.prefiller: str | None = None
+        """The one that answered: with a handoff, or with the client's fault."""
         self.served: str | None = None
         """The endpoint that Envoy says it used."""
         self.failed_attempts: Sequence[str] = ()
@@ -100,7 +102,7 @@ class Account:
             "decision": self.decision,
             "reason": self._reason or None,
             "state": state,
-            "prefiller": prefilled.handoff.prefiller.name if prefilled else None,
+            "prefiller": prefilled.handoff.prefiller.name if prefilled else self.prefiller,
             "decoder": decoder.name if decoder else None,
             "served": self.served,
             "failed_attempts": list(self.failed_attempts) or None,

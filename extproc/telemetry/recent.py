@@ -47,12 +47,25 @@ class Recent:
         for alias in record.get("_aliases", ()):
             if self._aliases.get(alias) == request_id:  # clients use an id again
                 del self._aliases[alias]
-        self._handoffs.pop(record.get("_handoff", ("", "")), None)
+        for handoff_id in record.get("_handoffs", ()):
+            self._handoffs.pop(handoff_id, None)
 
     def handed_over(self, request_id: str, handoff_id: tuple[str, str], prefiller: str) -> None:
         """Tie a handoff to its request, so that its release can be told."""
-        self.note(request_id, _handoff=handoff_id, prefiller=prefiller)
+        self.note(request_id, prefiller=prefiller)
+        self._tie(request_id, handoff_id)
+
+    def orphaned(self, request_id: str, handoff_id: tuple[str, str], prefiller: str) -> None:
+        """The same for a handoff that no decoder gets: it came too late."""
+        record = self._records.get(self._aliases.get(request_id, request_id))
+        if record is not None:
+            self._tie(request_id, handoff_id)
+            record["prefiller"] = record.get("prefiller") or prefiller
+
+    def _tie(self, request_id: str, handoff_id: tuple[str, str]) -> None:
+        request_id = self._aliases.get(request_id, request_id)
         self._handoffs[handoff_id] = request_id
+        self._records[request_id].setdefault("_handoffs", []).append(handoff_id)
 
     def released(self, handoff_id: tuple[str, str], result: str, seconds: float) -> None:
         """A release has ended. Handoffs of other replicas are not known here."""

@@ -205,6 +205,7 @@ async def test_requests_that_were_refused(page: StatusPage, traffic: Traffic) ->
     shown = await page.shows("notebook-5")
     assert (shown.row["what"], shown.row["color"]) == ("refused by engine", WARN)
     assert shown.row["detail"] == "refused by engine 400"
+    assert shown.row["pair"] == f"{shown.record['prefiller']} → –"
 
 
 async def test_a_release(page: StatusPage, traffic: Traffic) -> None:
@@ -219,15 +220,19 @@ async def test_streams_that_broke(page: StatusPage, traffic: Traffic) -> None:
     await traffic.died_mid_stream("support-4823")
     shown = await page.shows("support-4823")
     assert (shown.row["what"], shown.row["color"], shown.parts[-1]) == ("decode reset", BAD, "cut")
+    assert shown.row["detail"] == "decode reset while decoding"
 
     await traffic.left_mid_stream("mobile-311")
     shown = await page.shows("mobile-311")
     assert (shown.row["what"], shown.row["color"], shown.parts[-1]) == ("client left", WARN, "cut")
     assert shown.record["first_byte_ms"] is not None
+    assert shown.row["detail"].startswith("client left while decoding")
 
     await traffic.left_during_the_prefill("mobile-312")
     shown = await page.shows("mobile-312")
     assert (shown.row["what"], shown.row["color"]) == ("client left", WARN)
+    assert shown.row["detail"].startswith("client left in the prefill")
+    assert shown.row["pair"].endswith(" → –")  # no decoder has seen it
     assert shown.parts[-1] == "cut"
     assert "decode-seg" not in shown.parts
 

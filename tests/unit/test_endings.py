@@ -406,9 +406,9 @@ async def test_an_answered_request_is_over_however_its_connection_ended() -> Non
 async def test_a_handoff_that_never_left_is_released_at_once() -> None:
     bench = Bench()
     bench.trust()
-    bench.endings.never_dispatched(handoff("orphan"))
+    bench.endings.never_dispatched(handoff("orphan"), "r")
     bench.endings.dispatched(failed := handoff("failed"), "r")
-    bench.endings.never_dispatched(failed)
+    bench.endings.never_dispatched(failed, "r")
     assert bench.releases.requested == [("orphan", 0.0), ("failed", 0.0)]
     assert bench.open == 0
 
@@ -428,7 +428,7 @@ async def test_what_only_a_timer_frees_is_counted() -> None:
     one = handoff("1", "timer")
     assert bench.endings.dispatched(one, "r") is None
     bench.endings.stream_ended(one, 503, ENVOY)
-    bench.endings.never_dispatched(handoff("2", "timer"))
+    bench.endings.never_dispatched(handoff("2", "timer"), "r")
     assert await bench.settled() == []
     assert sorted(bench.releases.left) == ["1", "2"]
 

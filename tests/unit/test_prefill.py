@@ -32,6 +32,7 @@ class Bench:
         self.engines = engines
         self.metrics = Metrics()
         self.orphans: list[Handoff] = []
+        self.orphans_requests: list[str] = []
         release = {"max_finishing": settings.pop("max_finishing", 256)}
         whole = config.Config(
             fleet={"decode": [{"url": "http://10.0.0.8:8000"}]},  # type: ignore[arg-type]
@@ -43,11 +44,15 @@ class Bench:
         values = {"connector": connector("nixl"), "lease_s": 30.0} | specs
         self.fleet.update("test", [Spec(role="prefill", url=e.url, name=e.url, **values) for e in engines])
         tracing = Tracing(configsections.Tracing())
-        self.prefiller = Prefiller(whole, self.fleet, client, self.metrics, self.orphans.append, tracing)
+        self.prefiller = Prefiller(whole, self.fleet, client, self.metrics, self._take_orphan, tracing)
 
-    def start(self) -> asyncio.Task[Prefilled]:
+    def _take_orphan(self, handoff: Handoff, request_id: str) -> None:
+        self.orphans.append(handoff)
+        self.orphans_requests.append(request_id)
+
+    def start(self, request_id: str = "") -> asyncio.Task[Prefilled]:
         body = JsonObject(b'{"model":"m","prompt":"hi"}')
-        request = PrefillRequest("/v1/completions", [], body, str(uuid.uuid4()))
+        request = PrefillRequest("/v1/completions", [], body, request_id or str(uuid.uuid4()))
         return asyncio.create_task(self.prefiller.run(request))
 
     async def leave(self, running: asyncio.Task[Prefilled]) -> None:
@@ -306,7 +311,7 @@ async def test_a_late_answer_is_an_orphan_beside_the_other_engines_handoff(
 ) -> None:
     bench = make(2, timeout_s=2, cancel="finish")
     gates = [Gate(engine) for engine in engines]
-    running = bench.start()
+    running = bench.start("the request's")
     async with asyncio.timeout(10):
         while not all(engine.requests for engine in engines):
             await asyncio.sleep(0.005)
@@ -314,6 +319,7 @@ async def test_a_late_answer_is_an_orphan_beside_the_other_engines_handoff(
         gate.opened.set()
     prefilled = await running
     await bench.settled()
+    assert bench.orphans_requests == ["the request's"]
     assert list(prefilled.failed_attempts) == ["timeout"]
     assert len(bench.orphans) == 1
     pinned = {_pinned(engine.requests[0]) for engine in engines}

@@ -108,6 +108,21 @@ def test_a_release_belongs_to_its_request() -> None:
     assert (record["release"], record["release_ms"], record["prefiller"]) == ("released", 12.3, "prefill-1")
 
 
+def test_a_handoff_that_came_too_late_belongs_to_its_request() -> None:
+    """Its prefiller is told only where no other one delivered."""
+    recent = Recent(kept=2)
+    for request_id, prefiller in (("r1", None), ("r2", "prefill-2")):
+        recent.note(request_id, prefiller=prefiller)
+        recent.orphaned(request_id, ("10.0.0.7:8000", f"cmpl-{request_id}"), "prefill-1")
+        recent.released(("10.0.0.7:8000", f"cmpl-{request_id}"), "released", 0.01)
+    assert [(r["prefiller"], r["release"]) for r in recent.list()] == [
+        ("prefill-2", "released"),
+        ("prefill-1", "released"),
+    ]
+    recent.orphaned("forgotten", ("10.0.0.7:8000", "cmpl"), "prefill-1")
+    assert len(recent.list()) == 2
+
+
 def test_what_it_keeps_for_itself_is_not_shown() -> None:
     recent = Recent()
     recent.note("r1")
