@@ -130,6 +130,8 @@ class Dns(EngineSettings):
     """The name to look up."""
     type: Literal["address", "srv"] = "address"
     """``address``: A and AAAA records and ``port``; ``srv``: SRV records, which name the ports."""
+    family: Literal["any", "ipv4", "ipv6"] = "any"
+    """Of the addresses. Where each engine has both (a dual-stack service) name one: otherwise it is listed twice."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Of the engines at the addresses found; SRV records have their own."""
     scheme: Literal["http", "https"] = "http"

@@ -24,7 +24,7 @@ from extproc.pb.envoy.service.endpoint.v3 import eds_pb2_grpc
 from extproc.telemetry.logs import log
 
 _PATIENCE_S: Final = 10.0
-"""For sources and names that fail from the start: within the 15 s that Envoy waits for its first endpoints."""
+"""For sources and names that fail from the start of the process. An Envoy that knows no hosts has none meanwhile."""
 
 TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 

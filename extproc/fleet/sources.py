@@ -26,7 +26,7 @@ _FILE_PATIENCE_S: Final = 5.0
 _MIN_TTL_S: Final = 1.0
 _MAX_TTL_S: Final = 300.0
 _LIFETIME_S: Final = 3.0
-_KINDS: Final = ("A", "AAAA")
+_KINDS: Final = {"any": ("A", "AAAA"), "ipv4": ("A",), "ipv6": ("AAAA",)}
 _FAILURES: Final = (dns.exception.DNSException, OSError)
 _NUMBERS: Final = itertools.count(1)
 
@@ -126,6 +126,7 @@ class DnsSource:
         self._settings = settings
         self._source = f"dns {next(_NUMBERS)} {settings.name}"
         fleet.expect(self._source)
+        self._kinds = _KINDS[settings.family]
         self._resolver = resolver(fleet.settings.dns_servers)
         self._known: dict[tuple[str, str], list[str]] = {}
         self._failing = False
@@ -169,14 +170,15 @@ class DnsSource:
         return found, min(_ttl(answer), *(ttl for _, ttl in hosts))
 
     async def _lookup_host(self, name: str) -> tuple[list[str], float]:
-        """All A and AAAA records of a name. One kind may be missing; one that no server tells stays as it was."""
-        answers = await asyncio.gather(*(self._resolver.resolve(name, kind) for kind in _KINDS), return_exceptions=True)
+        """All addresses of a name. One kind may be missing; one that no server tells stays as it was."""
+        lookups = [self._resolver.resolve(name, kind) for kind in self._kinds]
+        answers = await asyncio.gather(*lookups, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException) and not _is_none(answer)]
         if len(failures) == len(answers) or any(not isinstance(failure, _FAILURES) for failure in failures):
             raise failures[0]
         addresses: list[str] = []
         ttls = []
-        for kind, answer in zip(_KINDS, answers, strict=True):
+        for kind, answer in zip(self._kinds, answers, strict=True):
             if not isinstance(answer, BaseException):
                 self._known[name, kind] = [record.address for record in answer]
                 ttls.append(_ttl(answer))

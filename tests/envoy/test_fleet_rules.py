@@ -7,18 +7,24 @@ import json
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from extproc import cli
 from extproc.fleet.engines import Engine
+from extproc.processes import envoy_process
 from tests.support.engines import Answer, RecordedRequest, StubEngine, answer_prefill
-from tests.support.gateway import CHAT_BODY, Gateway, until
+from tests.support.gateway import CHAT, CHAT_BODY, Gateway, until, until_async
 
 pytestmark = [pytest.mark.envoy, pytest.mark.timeout(120)]
 
 RANK: Final = "x-data-parallel-rank"
+JSON: Final = {"content-type": "application/json"}
 
 
 def redescribe(gateway: Gateway, **fields: Any) -> None:
@@ -32,6 +38,53 @@ def redescribe(gateway: Gateway, **fields: Any) -> None:
 def engines(gateway: Gateway) -> list[Engine]:
     assert gateway.server is not None
     return gateway.server.service.fleet.engines()
+
+
+# ---- endpoint discovery for listed engines ----
+
+
+async def test_the_bootstrap_that_asks_for_eds_follows_a_drain_through_the_admin_port(tmp_path: Path) -> None:
+    """``extproc envoy --eds`` as printed, taken by a real Envoy; without it the cluster lists the decoders."""
+    async with Gateway.started(prefill=1, decode=2) as gateway:
+        values = {
+            "fleet": {"prefill": [{"url": gateway.prefillers[0].url}], "decode": [{"url": "http://127.0.0.1:9"}]},
+            "envoy": {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "extproc": gateway.grpc_address},
+        }
+        file = tmp_path / "extproc.yaml"
+        file.write_text(yaml.safe_dump(values))
+        printed = await asyncio.to_thread(CliRunner().invoke, cli.app, ["envoy", "--config", str(file), "--eds"])
+        first, second = (decoder.endpoint for decoder in gateway.decoders)
+        async with envoy_process(printed.stdout, directory=tmp_path / "envoy", concurrency=1) as envoy:
+
+            async def hosts_are(expected: dict[str, str]) -> bool:
+                answer = json.loads(await envoy.admin("/clusters?format=json"))
+                (cluster,) = [one for one in answer["cluster_statuses"] if one["name"] == "decode"]
+                found = {}
+                for host in cluster.get("host_statuses", []):
+                    address = host["address"]["socket_address"]
+                    endpoint = f"{address['address']}:{address['port_value']}"
+                    found[endpoint] = host["health_status"].get("eds_health_status")
+                return found == expected
+
+            await until_async(lambda: hosts_are({first: "HEALTHY", second: "HEALTHY"}))
+            url = f"http://{(await envoy.listeners())['gateway']}"
+
+            async def ask(count: int) -> list[int]:
+                """How many requests each decoder got."""
+                before = [len(decoder.requests) for decoder in gateway.decoders]
+                for _ in range(count):
+                    answer = await gateway.client.post(f"{url}{CHAT}", content=CHAT_BODY, headers=JSON)
+                    assert answer.status_code == 200
+                return [len(decoder.requests) - count for decoder, count in zip(gateway.decoders, before, strict=True)]
+
+            assert await ask(4) == [2, 2]
+            drained = await gateway.client.post(f"{gateway.admin_url}/fleet/decode-1/drain?wait_s=30")
+            assert drained.text == "decode-1: drained\n"
+            await until_async(lambda: hosts_are({first: "DRAINING", second: "HEALTHY"}))
+            assert await ask(4) == [0, 4]
+            await gateway.client.post(f"{gateway.admin_url}/fleet/decode-1/undrain")
+            await until_async(lambda: hosts_are({first: "HEALTHY", second: "HEALTHY"}))
+            assert await ask(4) == [2, 2]
 
 
 # ---- caps, and the queue in front of them ----

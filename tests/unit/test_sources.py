@@ -315,6 +315,26 @@ async def test_O16_ipv6_addresses(server: DnsServer) -> None:
     assert fleet.engines()[1].endpoint == "[2001:db8::1]:9000"
 
 
+@pytest.mark.parametrize("kind", ["address", "srv"])
+@pytest.mark.parametrize(
+    ("family", "expected", "asked"),
+    [("ipv4", "http://10.0.0.1:8000", "A"), ("ipv6", "http://[2001:db8::1]:8000", "AAAA")],
+)
+async def test_O16_of_engines_with_two_addresses_one_is_listed(
+    server: DnsServer, kind: str, family: str, expected: str, asked: str
+) -> None:
+    server.set("pod.test", "A", "10.0.0.1")
+    server.set("pod.test", "AAAA", "2001:db8::1")
+    server.set("engines.test", "SRV", "0 10 8000 pod.test.")
+    fleet = dns_fleet(server)
+    await dns_source(fleet, "engines.test" if kind == "srv" else "pod.test", type=kind, family=family).refresh()
+    assert urls(fleet) == [expected]
+    assert {query.kind for query in server.queries} - {"SRV"} == {asked}
+    server.fail("pod.test", "SERVFAIL")
+    assert await dns_source(fleet, "pod.test", family=family).refresh() == 1
+    assert urls(fleet) == [expected]
+
+
 async def test_O16_a_server_at_an_ipv6_address() -> None:
     async with DnsServer("::1") as server:
         server.set("engines.test", "A", "10.0.0.1")
