@@ -21,7 +21,7 @@ _KEPT_AFTER_REMOVAL_S: Final = 600.0
 class Source(NamedTuple):
     """Where engines come from, how many it lists, and why its last word is not in force (None: it is)."""
 
-    name: str
+    source: str
     engines: int
     problem: str | None
 

@@ -147,7 +147,7 @@ async def test_the_fleet(admin: httpx.AsyncClient, stand: Stand) -> None:
             "dropped": 0,
         },
     }
-    assert told["sources"] == [{"name": "configuration", "engines": 4, "problem": None}]
+    assert told["sources"] == [{"source": "configuration", "engines": 4, "problem": None}]
     engines = [("prefill", engine) for engine in stand.prefillers] + [("decode", engine) for engine in stand.decoders]
     assert [(told["name"], told["role"], told["endpoint"]) for told in told["engines"]] == [
         (f"{role}-{number % 2 + 1}", role, engine.endpoint) for number, (role, engine) in enumerate(engines)
@@ -292,7 +292,7 @@ async def test_why_a_source_of_engines_is_not_in_force(tmp_path: Path) -> None:
 
         async def sources() -> dict[str, tuple[int, str | None]]:
             listed = (await client.get(f"{admin}/fleet")).json()["sources"]
-            return {source["name"]: (source["engines"], source["problem"]) for source in listed}
+            return {source["source"]: (source["engines"], source["problem"]) for source in listed}
 
         async def counted() -> dict[str, float]:
             text = (await client.get(f"{admin}/metrics")).text
