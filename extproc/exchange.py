@@ -28,6 +28,7 @@ from extproc.destinations import Destination
 from extproc.errors import RequestError
 from extproc.jsonobject import JsonObject
 from extproc.modes import Modes, unserved
+from extproc.patience import MoreTime
 from extproc.pb.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.picking import Need
 from extproc.prefill import Header, Prefilled, PrefillFailed, PrefillRefused, PrefillRequest
@@ -220,9 +221,9 @@ class Exchange:
     ) -> None:
         destination = self._reserve_decoder(need, paired=True)
         time_left_s = max(0.0, self._deadline - time.monotonic())
-        if not self._modes.streamed:  # in the full-duplex mode Envoy has no message timeout
-            budget_s = min(self._service.config.prefill.budget_s, time_left_s)
-            await self._send(replies.more_time(budget_s + _TIMEOUT_MARGIN_S))
+        # In the full-duplex mode Envoy has no message timeout.
+        budget_s = min(self._service.config.prefill.budget_s, time_left_s)
+        more_time = MoreTime(self._send, None if self._modes.streamed else budget_s + _TIMEOUT_MARGIN_S)
         params: bytes | None = None
         prefill = PrefillRequest(
             request.path,
@@ -236,7 +237,7 @@ class Exchange:
         self._account.prefill_began()
         try:
             try:
-                async with asyncio.timeout(time_left_s):
+                async with more_time, asyncio.timeout(time_left_s):
                     prefilled = await self._service.prefill(prefill)
             finally:
                 self._account.prefill_ended()

@@ -26,6 +26,7 @@ from extproc.sim.config import SimConfig
 from extproc.sim.server import SimEngine
 from tests.grpc.stand import Stand
 from tests.support.certificates import issued
+from tests.support.engines import Answer, RecordedRequest, answer_prefill
 from tests.support.gateway import until
 
 SERVICE: Final = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"]
@@ -306,7 +307,7 @@ async def _probed(address: str, request: ProbeRequest, tls: TlsFiles | None = No
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
 async def test_a_probe_of_a_real_service_leaves_nothing_pinned(connector: Any) -> None:
     async with (
-        SimEngine(SimConfig(role="prefill", connector=connector, record=True)) as prefiller,
+        SimEngine(SimConfig(role="prefill", connector=connector, record=True, prefill_us_per_token=1e5)) as prefiller,
         SimEngine(SimConfig(role="decode", connector=connector, record=True)) as decoder,
     ):
         fleet = {
@@ -398,6 +399,12 @@ async def _command(*arguments: str) -> tuple[int, str, str]:
     return process.returncode, output.decode(), errors.decode()
 
 
+def slowly(request: RecordedRequest) -> Answer:
+    answer = answer_prefill(request)
+    answer.delay_s = 0.3
+    return answer
+
+
 async def test_on_the_command_line(tmp_path: Path) -> None:
     """What it prints is others' text: nothing in it is taken for markup."""
     pd, bypassed, refused = (tmp_path / name for name in ("pd.json", "bypassed.json", "refused.json"))
@@ -405,6 +412,7 @@ async def test_on_the_command_line(tmp_path: Path) -> None:
     bypassed.write_text('{"path": "/v1/models", "method": "GET"}')
     refused.write_text('{"path": "/v1/completions", "headers": {"content-encoding": "x[/]"}, "body": "{}"}')
     async with Stand.standing(prefill=1, decode=1) as stand:
+        stand.prefillers[0].respond = slowly
         files = map(str, (pd, bypassed, refused))
         status, output, errors = await _command("--target", stand.grpc_address, *files)
         (prefill,) = stand.prefills
