@@ -103,7 +103,9 @@ def service_cluster(config: Config) -> cluster.Cluster:
         load_assignment=_endpoints(SERVICE, [(host, port + worker) for worker in range(config.grpc.workers)]),
         health_checks=[health],
         circuit_breakers=_breakers(room(config)),
-        common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0)),
+        common_lb_config=cluster.ClusterCommonLbConfig(
+            healthy_panic_threshold=Percent(value=0), update_merge_window=timedelta(0)
+        ),
         transport_socket=_service_tls(host, config) if config.grpc.tls else None,
         typed_extension_protocol_options={_HTTP_OPTIONS: AnyMessage.pack(http)},
     )

@@ -108,6 +108,9 @@ COMMENTS: Final[Mapping[str, str]] = {
     "extproc/health_checks": """
         The service says NOT_SERVING as soon as it is told to stop; requests that it holds still get their answer.
     """,
+    "extproc/common_lb_config/update_merge_window": """
+        A replica that is back takes requests at once: by default Envoy may sit on the news for a second.
+    """,
     "common_lb_config/healthy_panic_threshold": """
         0: if no replica is healthy none is tried, and failure_mode_allow decides.
     """,
