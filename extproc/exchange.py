@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,14 +66,16 @@ class _Piece:
 class Exchange:
     """Feed it Envoy's messages with :meth:`on`; call :meth:`close` once the stream is over, however it ended."""
 
-    def __init__(self, service: Service, send: Send, connection: str = "") -> None:
+    def __init__(
+        self, service: Service, send: Send, connection: str = "", trace: Sequence[tuple[str, bytes]] = ()
+    ) -> None:
         self._service = service
         self._limits = service.config.limits
         self._send = send
         self._connection = connection
         self._state = State.HEADERS
         self._modes = Modes()
-        self._account = Account(service.metrics, service.recent, service.tracing)
+        self._account = Account(service.metrics, service.recent, service.tracing, trace)
         self._deadline = time.monotonic() + self._limits.exchange_s
         self._body = RequestBody(self._limits.body_bytes)
         self._body_timer: asyncio.TimerHandle | None = None
@@ -375,6 +377,7 @@ class Exchange:
         """One X-Request-Id line for both legs, and the endpoint-picker's destination."""
         ours = self._account.request_id.encode()
         headers = [("x-request-id", ours), (replies.DESTINATION, destination.endpoints.encode())]
+        headers += self._account.decoders_trace
         if destination.rank is not None:
             headers.append(("x-data-parallel-rank", str(destination.rank).encode()))
         return headers

@@ -135,7 +135,7 @@ class ExternalProcessor(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def Process(self, _: Any, context: Any) -> None:  # noqa: N802 (gRPC's name)
         """Clean-up hangs on ``finally``: a stream that is reset while we wait for a message simply ends."""
         connection = context.peer()
-        exchange = Exchange(self._service, context.write, connection)
+        exchange = Exchange(self._service, context.write, connection, self._service.tracing.called(context))
         self._service.opened(exchange, asyncio.current_task())  # type: ignore[arg-type]
         self._service.endings.connections.opened(connection)
         try:

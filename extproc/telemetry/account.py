@@ -27,7 +27,10 @@ _OUTCOMES: Final = {"client_left": Outcome.CLIENT_RESET, "refused": Outcome.REJE
 class Account:
     """One exchange's. ``request_id`` is ours, the X-Request-Id of both legs."""
 
-    def __init__(self, metrics: Metrics, recent: Recent, tracing: Tracing) -> None:
+    def __init__(
+        self, metrics: Metrics, recent: Recent, tracing: Tracing, trace: Sequence[tuple[str, bytes]] = ()
+    ) -> None:
+        """``trace`` is what Envoy says of its own span."""
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
@@ -37,7 +40,10 @@ class Account:
         self._reason = ""
         self._client_id: str | None = None
         self._path: str | None = None
+        self._trace = trace
         self.span = NO_SPAN
+        self.decoders_trace: Sequence[tuple[str, bytes]] = ()
+        """Headers for the decode leg, where nobody else has any: an Envoy that traces puts its own there."""
         self.request_id = str(uuid.uuid4())
         self.decision = "none"
         self.status: int | None = None
@@ -52,7 +58,10 @@ class Account:
 
     def began(self, request: Request) -> None:
         self._client_id, self._path = request.client_id, request.route_path[:_MAX_PATH]
-        self.span = self._tracing.exchange(request.headers)
+        self.span = self._tracing.exchange(self._trace or request.headers)
+        traced = self._trace or any(name == "traceparent" for name, _ in request.headers)
+        if self.span is not NO_SPAN and not traced:
+            self.decoders_trace = self._tracing.inject(self.span, ())
         self._recent.note(self.request_id, client_request_id=self._client_id, path=self._path)
         if self._client_id:  # Envoy's log knows a request that ends before our reply by this id only
             self._recent.alias(self._client_id, self.request_id)
@@ -121,7 +130,8 @@ class Account:
         self._recent.note(self.request_id, **record)
         if outcome := _OUTCOMES.get(self.decision):
             self._recent.presume(self.request_id, outcome=outcome.value)
-        (log.warning if failed else log.info)("exchange", **record)
+        known = self._recent.outcome(self.request_id)  # of most requests Envoy tells it a little later: "ended"
+        (log.warning if failed else log.info)("exchange", outcome=known, **record)
 
     def _prefill_times(self) -> dict[str, float | None]:
         return {

@@ -36,6 +36,11 @@ class Recent:
         known = self._records.get(self._aliases.get(request_id, request_id), {})
         self.note(request_id, **{key: value for key, value in fields.items() if key not in known})
 
+    def outcome(self, request_id: str) -> str | None:
+        """How a request ended, where that is known already."""
+        outcome: str | None = self._records.get(self._aliases.get(request_id, request_id), {}).get("outcome")
+        return outcome
+
     def alias(self, other_id: str, request_id: str) -> None:
         """Take reports under ``other_id`` for this request: the client's own id, or a later attempt's."""
         request_id = self._aliases.get(request_id, request_id)

@@ -2,7 +2,7 @@
 
 ::
 
-    extproc exchange            child of what the request's traceparent names
+    extproc exchange            child of Envoy's span, where Envoy traces; else of what the request's traceparent names
     ├── pick                    choosing a prefiller, with the wait for a place on one
     └── prefill                 one call; its traceparent goes to the prefiller
         └── release             freeing what that call left pinned, whichever replica does it
@@ -76,8 +76,14 @@ class Tracing:
             self._propagator = TraceContextTextMapPropagator()
             self._tracer = self._provider.get_tracer("extproc")
 
+    def called(self, context: Any) -> Sequence[Header]:
+        """What an Envoy that traces says of its own span, in the metadata of its gRPC call."""
+        if self._api is None:
+            return ()
+        return [(key, value.encode()) for key, value in context.invocation_metadata() or () if key in _PROPAGATED]
+
     def exchange(self, headers: Sequence[Header]) -> Span:
-        """The span of one HTTP request, a child of what its ``traceparent`` names."""
+        """The span of one HTTP request, a child of what the ``traceparent`` names."""
         if self._api is None:
             return NO_SPAN
         carrier: dict[str, str] = {}

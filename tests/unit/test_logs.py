@@ -94,6 +94,8 @@ async def test_each_exchange_is_one_line() -> None:
     assert (lines.exchange("refused")["level"], lines.exchange("refused")["status"]) == ("info", 400)
     failed = lines.exchange("failed")
     assert (failed["level"], failed["decision"], failed["status"]) == ("warning", "refused", 503)
+    outcomes = {name: lines.exchange(name).get("outcome") for name in ("well", "refused", "failed")}
+    assert outcomes == {"well": None, "refused": "rejected_by_us", "failed": "rejected_by_us"}  # no access log here
     assert (failed["reason"], failed["failed_attempts"]) == ("prefill_unavailable", ["status_5xx", "status_5xx"])
     assert len(lines.of("exchange")) == 4
 
