@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.answers import breaks_off
 from tests.support.engines import Answer, RecordedRequest, StubEngine, answer_prefill
@@ -52,6 +56,26 @@ async def test_B35_the_prefill_leg_has_the_clients_headers_but_for_its_connectio
     assert sorted((name.lower(), value) for name, value in prefill.headers) == sorted(expected)
     assert decode.header("authorization") == ("Bearer k1" if authorization else None)
     assert decode.header("traceparent") == prefill.header("traceparent")
+
+
+@pytest.mark.parametrize("client", ["Bearer of-the-client", None])
+async def test_B35_each_pool_has_a_key_of_its_own(client: str | None) -> None:
+    """As docs/security.md says. Neither key takes the place of a client's own."""
+    page = (Path(__file__).parents[2] / "docs/security.md").read_text()
+    (said,) = re.findall(r"^```yaml\n(routes:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (example,) = yaml.safe_load(said)["routes"]
+
+    def change(bootstrap: dict[str, Any]) -> None:
+        (chain,) = bootstrap["static_resources"]["listeners"][0]["filter_chains"]
+        (host,) = chain["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+        for route in host["routes"]:
+            route["request_headers_to_add"] = example["request_headers_to_add"]
+
+    async with Gateway.started({"fleet": {"api_key": ENGINE_KEY}}, change=change, prefill=1, decode=1) as gateway:
+        headers = {"authorization": client} if client else {}
+        assert (await gateway.post(headers=headers)).status_code == 200
+        told = [requests[0].header("authorization") for requests in (gateway.prefills, gateway.decodes)]
+    assert told == ([client] * 2 if client else [f"Bearer {ENGINE_KEY}", "Bearer the-decoders-key"])
 
 
 @pytest.mark.parametrize(("client", "prefill_leg"), [("Bearer k1", "Bearer k1"), (None, f"Bearer {ENGINE_KEY}")])
