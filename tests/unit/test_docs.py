@@ -137,6 +137,11 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(found), target
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    named = set(re.findall(r"\]\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text()))
+    assert named == {page.name for page in PAGES} - {"README.md"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_metrics_that_pages_name_exist(page: Path) -> None:
     for name, label in re.findall(r"`(extproc_[a-z_]+)(?:\{(\w+))?", page.read_text()):
