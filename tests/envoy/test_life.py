@@ -51,9 +51,10 @@ async def closed_gateway() -> AsyncIterator[Gateway]:
 
 
 async def up(gateway: Gateway) -> None:
-    """All instances run, and Envoy knows."""
+    """All instances run, and Envoy knows: not from before, while a failed check or two may still count."""
     for instance in gateway.instances:
         if not instance.process.running:
+            await gateway.envoy_sees(instance.grpc_address, healthy=False)
             await instance.process.start()
     for instance in gateway.instances:
         await gateway.envoy_sees(instance.grpc_address)
