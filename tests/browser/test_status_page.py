@@ -345,6 +345,29 @@ async def test_it_follows_the_systems_colours(page: StatusPage) -> None:
     assert await page.browser.evaluate(background) == "rgb(246, 247, 249)"
 
 
+@pytest.mark.parametrize("width", [390, 800, 1100, 1300])
+async def test_it_fits_narrow_screens(page: StatusPage, width: int) -> None:
+    """Nothing has to be scrolled sideways, and a bar is never a stub."""
+    await page.browser.resize(width, 900)
+    try:
+        over = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert await page.browser.evaluate(over) == 0
+        lines = "[...document.querySelectorAll('#exchanges .track')].map(track => track.getBoundingClientRect())"
+        boxes = await page.browser.evaluate(f"{lines}.map(box => [box.left, box.right])")
+        assert boxes
+        assert all(0 <= left < left + 200 < right <= width for left, right in boxes)
+        axis = await page.browser.evaluate(
+            "(box => [box.left, box.right])(document.getElementById('axis').getBoundingClientRect())"
+        )
+        assert axis == pytest.approx(boxes[0], abs=1)
+        shown = (
+            "[...document.querySelectorAll('#exchanges .tag')].every(tag => tag.getBoundingClientRect().right <= {})"
+        )
+        assert await page.browser.evaluate(shown.format(width))
+    finally:
+        await page.browser.resize(1300, 900)
+
+
 async def test_a_service_that_is_gone(page: StatusPage) -> None:
     """Last: the page says so, and keeps what it knew."""
     rows = await page.browser.evaluate("document.querySelectorAll('#exchanges tr').length")
