@@ -493,21 +493,32 @@ async def test_a_prefiller_that_flaps() -> None:
     async with Site.started("prefill-1", "prefill-2", "decode-1") as site, Load(site.url) as load:
         await load.further(10)
         engine = site.engines["prefill-1"]
-        seen: Counter[str] = Counter()
-        for _ in range(3):
+        outs: list[float] = []
+        for _ in range(3):  # up for shorter than its ejections last, and down again
             await engine.fail("500")
-            before = len(load.sent)
-            await until(lambda before=before: len(load.sent) >= before + 8)
-            seen[site.state("prefill-1")] += 1
+            before, failed = len(load.sent), time.monotonic()
+            async with Stalls() as stalls:
+                await until(lambda before=before: site.state("prefill-1") == "ejected" or len(load.sent) >= before + 16)
+                if site.state("prefill-1") == "ejected":
+                    outs.append(time.monotonic() - failed - stalls.seconds)
             await engine.heal()
             before = len(load.sent)
-            await until(lambda before=before: len(load.sent) >= before + 8)
-        back = await site.reaches("prefill-1", "ready")
+            await until(lambda before=before: len(load.sent) >= before + 4)
+        await engine.fail("500")
+        await site.reaches("prefill-1", "ejected")
+        await engine.heal()
+        async with Stalls() as stalls:
+            back = await site.reaches("prefill-1", "ready") - stalls.seconds
         before = site.served("prefill-1")
         await until(lambda: site.served("prefill-1") > before)
     assert load.lost == []
-    assert seen["ejected"] >= 1
-    told(f"flapping prefiller: {len(load.sent)} requests, 0 lost; back {back:.2f} s after its last failure")
+    assert outs
+    told(
+        f"flapping prefiller: {len(load.sent)} requests, 0 lost; ejected after {max(outs):.2f} s at most, "
+        f"back {back:.2f} s after its last failure"
+    )
+    assert max(outs) < 3.0
+    assert back < 8.0  # it had failed up to four times in a row: 0.5 s, doubled each time
 
 
 async def test_an_ejected_prefiller_is_better_than_none() -> None:

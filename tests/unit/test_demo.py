@@ -96,7 +96,9 @@ def test_what_is_wrong_with_the_settings_is_said_before_anything_starts(
     with pytest.raises(SystemExit) as ended:
         run.run(once=True, kind="sim")
     assert ended.value.code == 1
-    assert capsys.readouterr().out == "configuration: fleet.lease_s: Input should be greater than 0\n"
+    assert capsys.readouterr().out == (
+        "environment variable EXTPROC_FLEET__LEASE_S: fleet.lease_s: Input should be greater than 0\n"
+    )
 
 
 async def test_what_it_offers_to_try_can_be_pasted(tmp_path: Path) -> None:
