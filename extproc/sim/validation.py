@@ -68,6 +68,7 @@ def _json(body: bytes) -> Any:
         raise HTTPException(400, "There was an error parsing the body") from None
 
 
+_MAX_N = 16384
 _WRAPPERS = frozenset({"str", "int", "float", "bool", "bytes", "list", "tuple", "dict", "set", "none", "function-wrap"})
 
 
@@ -112,6 +113,9 @@ def check_sampling(request: Generation, max_tokens: int, n: int) -> None:
     """vLLM's SamplingParams, in its order. Raises ApiError."""
     if n < 1:
         raise bad_request(f"n must be at least 1, got {n}.")
+    if n > _MAX_N:
+        limit = "To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."
+        raise bad_request(f"n must be at most {_MAX_N}, got {n}. {limit}")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(request, name)
         if value is not None and not -2.0 <= value <= 2.0:
