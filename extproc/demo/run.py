@@ -120,11 +120,14 @@ def _row(shown: Shown) -> list[str]:
         value: Any = record.get(key)
         return "–" if value is None else str(value)
 
+    def took(key: str) -> str:
+        return f"{text(key)} ms" if record.get(key) is not None else "–"
+
     outcome = record.get("outcome") or record.get("decision") or "–"
     if record.get("release"):
         outcome += f", {record['release']} in {record['release_ms']} ms"
-    prefill = f"{text('prefiller')}\n{text('prefill_ms')} ms" if record.get("prefiller") else "–"
-    cells = [prefill, text("decoder"), *(f"{text(key)} ms" for key in ("first_byte_ms", "ended_ms"))]
+    cells = [f"{text('prefiller')}\n{took('prefill_ms')}".removesuffix("\n–"), text("decoder")]
+    cells += [took(key) for key in ("first_byte_ms", "ended_ms")]
     return [f"{shown.title}\n[green]✓[/] [dim]{shown.verdict}[/]", *cells, outcome]
 
 

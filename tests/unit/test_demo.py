@@ -85,6 +85,11 @@ async def test_what_needs_simulated_engines_is_left_out_with_real_ones(
     assert (await shown(monkeypatch, tmp_path, switch, Scenario("a chat", works)))[0] == 1
 
 
+def test_times_that_are_not_known_have_no_unit() -> None:
+    left = {"prefiller": "prefill-2", "decoder": "decode-1", "ended_ms": 8.8, "outcome": "client_reset"}
+    assert run._row(Shown("hang up", left, "free"))[1:] == ["prefill-2", "decode-1", "–", "8.8 ms", "client_reset"]
+
+
 def test_what_is_wrong_with_the_settings_is_said_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
