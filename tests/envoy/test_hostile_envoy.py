@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 
 from tests.support.engines import Answer, RecordedRequest, answer_decode
-from tests.support.gateway import CHAT, CHAT_BODY, COMPLETIONS, Gateway, until
+from tests.support.gateway import CHAT, CHAT_BODY, COMPLETIONS, Gateway, in_mode, until
+from tests.support.scripted_envoy import Mode
 
 pytestmark = [pytest.mark.envoy, pytest.mark.asyncio(loop_scope="session")]
 
@@ -314,6 +315,22 @@ async def test_O2_O4_what_it_cannot_is_the_decoders_alone(either: Gateway, path:
 async def test_B21_one_prompt_or_none_goes_to_a_prefiller(either: Gateway, prompt: str) -> None:
     _, decode = await disaggregated(either, f'{{"model":"m","prompt":{prompt}}}'.encode(), COMPLETIONS)
     assert decode == {"model": "m", "prompt": json.loads(prompt)}
+
+
+async def test_O26_responses_and_messages_are_disaggregated_where_they_are_configured(mode: Mode) -> None:
+    paths = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}
+    settings = {"routing": {"paths": list(paths)}}
+    async with Gateway.started(settings, prefill=1, decode=1, change=in_mode(mode)) as gateway:
+        for path, limit in paths.items():
+            await gateway.reset()
+            client = {"input" if path == "/v1/responses" else "messages": [], limit: 700, "stream": True}
+            prefill, decode = await disaggregated(gateway, json.dumps(client).encode(), path)
+            assert decode == client
+            assert (prefill[limit], prefill["stream"], gateway.prefills[0].target) == (1, False, path)
+        for member in ("previous_response_id", "background"):
+            await gateway.reset()
+            await passed(gateway, b'{"input":"a","%b":1}' % member.encode(), "/v1/responses")
+        await gateway.settled()
 
 
 # ---- headers ----
