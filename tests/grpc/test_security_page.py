@@ -1,4 +1,4 @@
-"""docs/security.md says by which test each claim is shown: those tests exist."""
+"""docs/security.md and docs/requests.md say by which test a claim is shown: those tests exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
-NAMED = sorted(set(re.findall(r"`(tests/\S+\.py)::(\w+)`", PAGE)))
+REQUESTS = (ROOT / "docs" / "requests.md").read_text()
+NAMED = sorted(set(re.findall(r"`(tests/\S+\.py)::(\w+)`", PAGE + REQUESTS)))
 
 
 def functions_of(file: str) -> set[str]:
@@ -29,3 +30,11 @@ def test_every_claim_in_a_table_is_shown() -> None:
     assert len(rows) > 25
     for *_, tests in rows:
         assert re.fullmatch(r"(`tests/\S+::test_\w+` ?)+", tests.strip()), tests
+
+
+def test_every_body_and_every_limit_is_shown() -> None:
+    bodies, limits = REQUESTS.split("## Body modes")[0], REQUESTS.split("## Limits")[1].split("## Errors")[0]
+    rows = [line for line in (bodies + limits).splitlines() if re.match(r"\| (?!.* shown by)", line)]
+    assert len(rows) == 7 + 6
+    for row in rows:
+        assert re.search(r"\| (`tests/\S+::test_\w+` ?)+ ?\|$", row), row
