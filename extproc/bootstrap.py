@@ -256,7 +256,7 @@ def _access_log() -> grpc_log.HttpGrpcAccessLogConfig:
             grpc_service=core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=SERVICE)),
             transport_api_version=core.ApiVersion.V3,
             buffer_flush_interval=timedelta(seconds=0.05),
-            buffer_size_bytes=0,
+            buffer_size_bytes=16384,
             grpc_stream_retry_policy=core.RetryPolicy(
                 num_retries=3,
                 retry_back_off=core.BackoffStrategy(

@@ -86,6 +86,9 @@ COMMENTS: Final[Mapping[str, str]] = {
         Tells the service, within 0.05 s, how each request ended: if no decoder took the KV blocks, it has them freed
         on the prefiller.
     """,
+    "buffer_size_bytes": """
+        Entries may share a message: one for each would cost the service a sixth of its CPU.
+    """,
     "grpc_stream_retry_policy": """
         A replica of the service may be gone and not yet found out: without retries the entry would be lost with it.
     """,

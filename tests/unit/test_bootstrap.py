@@ -352,7 +352,7 @@ def test_how_ends_are_told() -> None:
         "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
         "transport_api_version": "V3",
         "buffer_flush_interval": "0.050s",
-        "buffer_size_bytes": 0,
+        "buffer_size_bytes": 16384,
         "grpc_stream_retry_policy": {
             "num_retries": 3,
             "retry_back_off": {"base_interval": "0.020s", "max_interval": "0.200s"},
