@@ -366,17 +366,18 @@ async def test_B39_thousands_of_releases_hold_one_socket_for_each_prefiller(make
         specs = [spec("prefill", engine.url, connector=connector("mooncake-ascend")) for engine in engines]
         bench = make(specs, timeout_s=30, deadline_s=60)
         service = _service(bench)
-        descriptors = set()
+        descriptors = []
         batches = [_tickets(500, engine.url.removeprefix("http://"), engine.side_channel_port) for engine in engines]
         for group in zip(*batches, strict=True):
             for ticket in group:
                 service.request(ticket)
             if service.accounts.requested % 300 == 0:
                 await _settled(service)
-                descriptors.add(len(os.listdir("/proc/self/fd")))
+                descriptors.append(len(os.listdir("/proc/self/fd")))
         await _settled(service)
         assert service.accounts.ended == {"released": 1500, "refused": 0, "timed_out": 0, "dropped": 0}
-        assert len(descriptors) == 1
+        assert len(descriptors) == 5
+        assert max(descriptors) - descriptors[0] < 10  # the process has others, that come and go
         assert len(bench.channels.addresses) == 3
 
 
