@@ -202,12 +202,12 @@ async def test_B34_an_id_used_again_at_once_is_another_request(stand: Stand, env
     """The cancelled attempt and the next one share the client's id; the engines never see it."""
     headers = [*JSON, ("x-request-id", "a")]
     exchanges: list[Exchange] = []
-    for round_ in range(20):
+    for round_ in range(200):
         count = len(stand.prefills)
         if round_ % 2:
             for engine in stand.prefillers:
                 engine.respond = _after(0.05)
-        await cancelled(envoy, _pause(0.002 * round_), headers=headers)
+        await cancelled(envoy, _pause(0.002 * (round_ % 20)), headers=headers)
         for engine in stand.prefillers:
             engine.respond = answer_prefill
         exchanges.append(await through(envoy, headers=headers))
