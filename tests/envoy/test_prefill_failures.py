@@ -65,6 +65,16 @@ async def test_B12_a_prefill_may_take_longer_than_envoys_message_timeout(hasty: 
     assert "kv_transfer_params" in hasty.decodes[0].json()
 
 
+async def test_B12_a_prefill_of_twenty_seconds(gateway: Gateway) -> None:
+    """Longer than Envoy's pings on the connection, and all its times but those that the service asks for."""
+    for engine in gateway.prefillers:
+        engine.respond = after(20.0)
+    response = await gateway.post(timeout=60)
+    assert response.status_code == 200
+    assert len(gateway.prefills) == 1
+    assert [b"kv_transfer_params" in request.body for request in gateway.decodes] == [True]
+
+
 async def test_B12_beyond_the_limit_our_own_timeout_comes_first(hasty: Gateway) -> None:
     hasty.prefillers[0].hang = True
     response = await hasty.post(headers={"x-request-id": "b12"})
