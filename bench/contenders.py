@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,10 +40,14 @@ def _cpu(pid: int) -> float:
     root = psutil.Process(pid)
     total = 0.0
     for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
+        with contextlib.suppress(OSError):  # it has ended
+            total += time.clock_gettime(_cpu_clock(process.pid))
     return total
+
+
+def _cpu_clock(pid: int) -> int:
+    """Linux' clock of another process's CPU time (clock_getcpuclockid(3)): psutil's figures come in ticks of 10 ms."""
+    return (~pid << 3) | 2
 
 
 @contextlib.asynccontextmanager

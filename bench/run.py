@@ -56,8 +56,8 @@ WORKLOADS: Final = (
     Workload("unary 5 KB, c=256", 5120, 256),
     Workload("first token 5 KB, c=1", 5120, 1, stream=True, tokens=2),
     Workload("first token 32 KB, c=1", 32 * 1024, 1, stream=True, tokens=2),
-    Workload("200 tokens, c=16", 5120, 16, stream=True, tokens=200, token_ms=2.0, seconds=3.0),
-    Workload("2000 tokens, c=16", 5120, 16, stream=True, tokens=2000, token_ms=2.0, seconds=5.0, rounds=2),
+    Workload("200 tokens, c=16", 5120, 16, stream=True, tokens=200, token_ms=2.0, seconds=3.0, rounds=5),
+    Workload("2000 tokens, c=16", 5120, 16, stream=True, tokens=2000, token_ms=2.0, seconds=5.0, rounds=4),
     Workload("8,000 tokens in, 200 out, 1/s", 0, 0, stream=True, tokens=200, seconds=15.0, rounds=1, rate=1.0),
 )
 SHAPE: Final = ("two-step client", *CONTENDERS[4:])
@@ -126,7 +126,7 @@ async def bench(names: Sequence[str], workloads: Sequence[Workload], rounds: int
 
 async def _rounds(targets: Sequence[Contender], workload: Workload, rounds: int) -> dict[str, Cell]:
     cells = {target.name: Cell() for target in targets}
-    rounds = min(rounds, workload.rounds or rounds)
+    rounds = workload.rounds or rounds
     warm_up = replace(
         workload, tokens=min(workload.tokens, 16), seconds=min(workload.seconds, 2.0 if workload.rate else 0.4)
     )
@@ -253,7 +253,8 @@ def main() -> None:
     if options.quick:
         options.rounds = 1
         workloads = [
-            replace(workload, seconds=min(workload.seconds, 3.0 if workload.rate else 0.5)) for workload in workloads
+            replace(workload, seconds=min(workload.seconds, 3.0 if workload.rate else 0.5), rounds=1)
+            for workload in workloads
         ]
     results = asyncio.run(bench(options.contender or CONTENDERS, workloads, options.rounds))
     text = table(results)
