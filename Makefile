@@ -63,7 +63,8 @@ $(VENV)/.fuzz: $(VENV)/.installed
 	touch $@
 
 .PHONY: fuzz
-fuzz: $(VENV)/.fuzz ## Coverage-guided fuzzing of bodies and streams (FUZZ_SECONDS=60)
+fuzz: $(VENV)/.fuzz ## Coverage-guided fuzzing of bodies and streams (FUZZ_SECONDS=60), and the properties from a new seed
+	$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=default tests/unit tests/grpc
 	$(BIN)/python -m fuzz --seconds $(or $(FUZZ_SECONDS),60)
 
 $(VENV)/.bench: $(VENV)/.installed

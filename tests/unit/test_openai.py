@@ -307,6 +307,7 @@ _SMUGGLED = [
     b'{"vllm_xargs" : { "ec_transfer_params" : 1 } }',
     b'{"extra_args":{"kv_transfer_params":{}}}',
     b'{"sampling_params":{"extra_args":{"kv_transfer_params":{"do_remote_prefill":true}}}}',
+    b'{"sampling_params":{"vllm_xargs":{"kv_transfer_params":null}}}',
     b'{"sampling_params":{"kv_transfer_params":{},"extra_args":{"a":{"kv":1},"kv_transfer_params":{}}}}',
 ]
 
@@ -323,6 +324,7 @@ def _connector_keys(value: Any, path: str = "") -> list[str]:
             "extra_args",
             "sampling_params",
             "sampling_params.extra_args",
+            "sampling_params.vllm_xargs",
         ):
             found += _connector_keys(inner, here + ".")
     return found
