@@ -35,14 +35,17 @@ def parts() -> dict[str, Any]:
 def as_the_readme_says(bootstrap: dict[str, Any]) -> None:
     """An Envoy of somebody's own, with two clusters, and the README's parts put in."""
     said = parts()
-    assert said.keys() == {"http_filters", "access_log", "load_balancing_policy", "virtual_hosts"}
+    for_decoders = ("circuit_breakers", "load_balancing_policy")
+    assert said.keys() == {"clusters", "http_filters", "access_log", *for_decoders, "virtual_hosts"}
     clusters = bootstrap["static_resources"]["clusters"]
     (decode,) = [cluster for cluster in clusters if cluster["name"] == "decode"]
     hosts = decode["load_assignment"]
+    (service,) = said["clusters"]
+    service["load_assignment"] = service_cluster(bootstrap)["load_assignment"]  # its port is another
     bootstrap["static_resources"]["clusters"] = [
-        service_cluster(bootstrap),
+        service,
         {"name": "decode", "type": "STATIC", "connect_timeout": "1s", "load_assignment": hosts}
-        | {"load_balancing_policy": said["load_balancing_policy"]},
+        | {key: said[key] for key in for_decoders},
     ]
     (chain,) = bootstrap["static_resources"]["listeners"][0]["filter_chains"]
     chain["filters"][0]["typed_config"] = {

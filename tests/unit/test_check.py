@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 import pytest_asyncio
 import yaml
@@ -564,6 +565,109 @@ def _service_elsewhere(bootstrap: dict[str, Any]) -> None:
     host["endpoint"]["address"]["socket_address"]["port_value"] = free_port()
 
 
+def _unheard_headers(bootstrap: dict[str, Any]) -> None:
+    _filter(bootstrap)["processing_mode"]["request_header_mode"] = "SKIP"
+
+
+def _unheard_answers(bootstrap: dict[str, Any]) -> None:
+    _filter(bootstrap)["processing_mode"]["response_header_mode"] = "SKIP"
+
+
+def _no_changes(bootstrap: dict[str, Any]) -> None:
+    _filter(bootstrap)["mutation_rules"] = {"disallow_all": True}
+
+
+def _no_errors(bootstrap: dict[str, Any]) -> None:
+    _filter(bootstrap)["disable_immediate_response"] = True
+
+
+def _a_mere_observer(bootstrap: dict[str, Any]) -> None:
+    _filter(bootstrap)["observability_mode"] = True
+
+
+def _no_guard(bootstrap: dict[str, Any]) -> None:
+    manager = _manager(bootstrap)
+    manager["http_filters"] = [e for e in manager["http_filters"] if e["name"] != "envoy.filters.http.lua"]
+
+
+def _entry(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    entries: list[dict[str, Any]] = _manager(bootstrap)["http_filters"]
+    return next(entry for entry in entries if entry["name"] == "envoy.filters.http.ext_proc")
+
+
+def _a_filter_that_nothing_enables(bootstrap: dict[str, Any]) -> None:
+    _entry(bootstrap)["disabled"] = True
+
+
+def _a_filter_that_the_host_disables(bootstrap: dict[str, Any]) -> None:
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    host = _manager(bootstrap)["route_config"]["virtual_hosts"][0]
+    host["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": {"@type": kind, "disabled": True}}
+    for route in host["routes"]:
+        route.pop("typed_per_filter_config", None)
+
+
+def _two_filters(bootstrap: dict[str, Any]) -> None:
+    _manager(bootstrap)["http_filters"].insert(0, {**_entry(bootstrap), "name": "once-more"})
+
+
+def _other_path(bootstrap: dict[str, Any]) -> None:
+    policy = _cluster(bootstrap, "decode")["load_balancing_policy"]["policies"][0]["typed_extension_config"]
+    policy["typed_config"]["override_host_sources"][0]["metadata"]["path"] = [{"key": "x-gateway-destination"}]
+
+
+def _routes_past_the_policy(bootstrap: dict[str, Any]) -> None:
+    plain = {**_cluster(bootstrap, "decode"), "name": "plain"}
+    del plain["load_balancing_policy"]
+    bootstrap["static_resources"]["clusters"].append(plain)
+    for route in _routes(bootstrap):
+        route["route"]["cluster"] = "plain"
+
+
+def _access_log(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    logs: list[dict[str, Any]] = _manager(bootstrap)["access_log"]
+    return next(log for log in logs if log["name"] == "envoy.access_loggers.http_grpc")
+
+
+def _log_elsewhere(bootstrap: dict[str, Any]) -> None:
+    other = yaml.safe_load(yaml.safe_dump({**_cluster(bootstrap, "extproc"), "name": "logs"}))
+    (host,) = other["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    host["endpoint"]["address"]["socket_address"]["port_value"] = free_port()
+    bootstrap["static_resources"]["clusters"].append(other)
+    _access_log(bootstrap)["typed_config"]["common_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = "logs"
+
+
+def _log_of_errors(bootstrap: dict[str, Any]) -> None:
+    value = {"default_value": 500, "runtime_key": "status"}
+    _access_log(bootstrap)["filter"] = {"status_code_filter": {"comparison": {"op": "GE", "value": value}}}
+
+
+def _short_answers(bootstrap: dict[str, Any]) -> None:
+    for route in _routes(bootstrap):
+        route["route"].pop("timeout", None)
+
+
+def _mirrored(bootstrap: dict[str, Any]) -> None:
+    _routes(bootstrap)[-1]["route"]["request_mirror_policies"] = [{"cluster": "decode"}]
+
+
+def _hedged(bootstrap: dict[str, Any]) -> None:
+    _routes(bootstrap)[-1]["route"]["hedge_policy"] = {"hedge_on_per_try_timeout": True}
+
+
+def _old_http(bootstrap: dict[str, Any]) -> None:
+    cluster = _cluster(bootstrap, "extproc")
+    del cluster["typed_extension_protocol_options"], cluster["health_checks"]
+
+
+def _default_breakers(bootstrap: dict[str, Any]) -> None:
+    del _cluster(bootstrap, "extproc")["circuit_breakers"]
+
+
+def _small_breakers(bootstrap: dict[str, Any]) -> None:
+    _cluster(bootstrap, "decode")["circuit_breakers"]["thresholds"][0]["max_requests"] = 200
+
+
 @pytest.mark.parametrize(
     ("change", "expected", "text"),
     [
@@ -582,7 +686,38 @@ def _service_elsewhere(bootstrap: dict[str, Any]) -> None:
         (_a_decoder_less, {"hosts"}, "its decode cluster does not have decode-2"),
         (_no_filter, {"no_filter"}, "it has no ext_proc filter"),
         (_no_access_log, {"no_access_log"}, "no gRPC access log comes to the service"),
-        (_bold_retries, {"retries"}, "routes retry on 5xx: the same KV params may reach two decoders"),
+        (_unheard_headers, {"header_mode"}, "request_header_mode is SKIP: requests are refused"),
+        (_unheard_answers, {"header_mode"}, "response_header_mode is SKIP: no Server-Timing"),
+        (_no_changes, {"ignored"}, "mutation_rules.disallow_all is set"),
+        (_no_errors, {"ignored"}, "disable_immediate_response is set"),
+        (_a_mere_observer, {"ignored"}, "observability_mode is set"),
+        (_no_guard, {"unguarded"}, "while the service is down, clients' own KV params reach the decoders"),
+        (
+            _a_filter_that_nothing_enables,
+            {"no_filter"},
+            "the ext_proc filter is disabled on all routes to the decoders",
+        ),
+        (_a_filter_that_the_host_disables, {"no_filter"}, "the ext_proc filter is disabled on all routes"),
+        (_two_filters, {"twice"}, "each request is prefilled twice"),
+        (_other_path, {"no_override_host"}, "no cluster's load balancer reads"),
+        (_routes_past_the_policy, {"no_override_host"}, "no route leads to decode, which goes where the service says"),
+        (
+            _log_elsewhere,
+            {"no_access_log"},
+            "its gRPC access log goes elsewhere than to the service's cluster 'extproc'",
+        ),
+        (_log_of_errors, {"no_access_log"}, "its access log has a filter"),
+        (_short_answers, {"route_timeout"}, "routes give an answer 15 s: longer ones are cut off"),
+        (_mirrored, {"retries"}, "routes repeat requests (request_mirror_policies)"),
+        (_hedged, {"retries"}, "routes repeat requests (hedge_on_per_try_timeout)"),
+        (_old_http, {"service_unseen"}, "its cluster 'extproc' speaks HTTP/1.1: no call reaches the service"),
+        (
+            _default_breakers,
+            {"circuit_breakers"},
+            "its cluster 'extproc' takes 1024 requests at once, the service 10000",
+        ),
+        (_small_breakers, {"circuit_breakers"}, "its cluster 'decode' takes 200 requests at once"),
+        (_bold_retries, {"retries"}, "routes repeat requests (5xx): the same KV params may reach two decoders"),
         (_service_elsewhere, {"service_unseen"}, "it finds no healthy service in its cluster 'extproc': 127.0.0.1:"),
     ],
 )
@@ -594,6 +729,20 @@ async def test_an_envoy_that_does_not_fit(site: Site, change: Change, expected: 
         )
     assert codes(findings) == {code: {"envoy"} for code in expected}
     assert any(text in finding.text for finding in findings)
+
+
+async def test_a_service_that_envoy_does_not_reach_and_no_health_check_tells(site: Site) -> None:
+    def change(bootstrap: dict[str, Any]) -> None:
+        _service_elsewhere(bootstrap)
+        del _cluster(bootstrap, "extproc")["health_checks"]
+        _filter(bootstrap)["failure_mode_allow"] = False
+
+    async with await site.envoy_with(change) as envoy, httpx.AsyncClient(trust_env=False) as client:
+        (address,) = (await envoy.listeners()).values()
+        assert (await client.get(f"http://{address}/v1/models")).status_code == 500
+        findings = await site.check(envoy={"admin": envoy.admin_url.removeprefix("http://")}, fleet={"prefill": []})
+    assert codes(findings) == {"service_unseen": {"envoy"}}
+    assert "none is there" in one(findings, "service_unseen").text
 
 
 def _patience_of_its_own(bootstrap: dict[str, Any]) -> None:
@@ -632,7 +781,17 @@ def _neighbours(bootstrap: dict[str, Any]) -> None:
     _manager(bootstrap)["http_filters"].insert(0, {"name": "theirs", "typed_config": theirs, "disabled": True})
 
 
-@pytest.mark.parametrize("change", [_patience_of_its_own, _room_on_the_listener, _streamed_bodies, _neighbours])
+def _a_filter_that_a_route_enables(bootstrap: dict[str, Any]) -> None:
+    """As the manifests for Istio do it."""
+    _entry(bootstrap)["disabled"] = True
+    word = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+    _routes(bootstrap)[-1]["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": word}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_patience_of_its_own, _room_on_the_listener, _streamed_bodies, _neighbours, _a_filter_that_a_route_enables],
+)
 async def test_an_envoy_that_fits_in_its_own_way(site: Site, change: Change) -> None:
     async with await site.envoy_with(change) as envoy:
         findings = await site.check(envoy={"admin": envoy.admin_url.removeprefix("http://")}, fleet={"prefill": []})

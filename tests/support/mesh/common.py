@@ -19,6 +19,14 @@ class PatchError(Exception):
     """A patch that would have no effect."""
 
 
+UNBOUNDED: Final = {
+    "thresholds": [
+        dict.fromkeys(("max_connections", "max_pending_requests", "max_requests", "max_retries"), 4_294_967_295)
+    ]
+}
+"""Istio's circuit breakers, where no DestinationRule sets others."""
+
+
 def extension(name: str, type_name: str, **fields: Any) -> Json:
     return {"name": name, "typed_config": {"@type": f"{TYPES}.{type_name}", **fields}}
 

@@ -10,6 +10,7 @@ from tests.support.mesh.common import (
     LISTEN,
     OTHER_PATH,
     TYPES,
+    UNBOUNDED,
     Json,
     bootstrap,
     cluster,
@@ -84,8 +85,13 @@ def inference_pool(objects: Sequence[Object], decoders: Iterable[str], service: 
     return bootstrap(
         listener,
         [
-            cluster(pool_name, decoders, load_balancing_policy={"policies": [{"typed_extension_config": policy}]}),
-            cluster(picker, [service], http2=True, transport_socket=tls),
+            cluster(
+                pool_name,
+                decoders,
+                load_balancing_policy={"policies": [{"typed_extension_config": policy}]},
+                circuit_breakers=UNBOUNDED,
+            ),
+            cluster(picker, [service], http2=True, transport_socket=tls, circuit_breakers=UNBOUNDED),
             cluster("other", others),
         ],
     )

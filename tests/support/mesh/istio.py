@@ -11,6 +11,7 @@ from tests.support.mesh.common import (
     LISTEN,
     MANAGER,
     OTHER_PATH,
+    UNBOUNDED,
     Json,
     PatchError,
     bootstrap,
@@ -72,7 +73,7 @@ def istio(objects: Sequence[Object], decoders: Iterable[str], service: str, othe
         "per_connection_buffer_limit_bytes": 32768,
         "filter_chains": [{"filters": [connections]}],
     }
-    least = {"lb_policy": "LEAST_REQUEST", "common_lb_config": {}}
+    least = {"lb_policy": "LEAST_REQUEST", "common_lb_config": {}, "circuit_breakers": UNBOUNDED}
     configuration = bootstrap(
         listener,
         [
